@@ -1,0 +1,304 @@
+"""Off-policy corrections: weights for tokens that another policy wrote than the one the ratio is taken
+against.
+
+Contract. Every selectable method (`__all__`) is called `method(old_logprobs, behaviour_logprobs,
+response_mask, **data, **options) -> weights`; all tensors are [B, T], one whole row an answer.
+`behaviour_logprobs` are the engine's, `old_logprobs` those of the proximal policy that the learner
+recomputed; rho = exp(old - behaviour), the difference (and its sum over a row) clamped to +-20 before exp.
+The weights carry no gradient, are 0 outside the mask, and multiply the token losses; a weight of 0 takes a
+token out of the numerator only, so the aggregation's weights stay those of the whole batch.
+
+They belong to a loss whose ratio is current over old. A loss whose ratio is current over behaviour already
+has the correction in it: weighting it again would count the mismatch twice.
+
+Below the selectable methods: measures of the mismatch, and approximations of the proximal policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "geometric_mask",
+    "icepop",
+    "negative_sequence_mask",
+    "probability_gap_mask",
+    "sequence_k3_mask",
+    "sequence_mask",
+    "sequence_mis",
+    "sequence_tis",
+    "token_mask",
+    "token_tis",
+    "untruncated",
+]
+
+MAX_LOG_RATIO = 20.0
+
+
+def untruncated(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
+    """w_t = rho_t. Decoupled PPO, arXiv:2110.00641 and AReaL, arXiv:2505.24298."""
+    return _token_ratio(old_logprobs, behaviour_logprobs, response_mask)
+
+
+def token_tis(
+    old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor, *, cap: float = 2.0
+) -> Tensor:
+    """w_t = min(rho_t, cap). Truncated importance sampling, Yao et al. 2025."""
+    return _token_ratio(old_logprobs, behaviour_logprobs, response_mask).clamp(max=cap)
+
+
+def icepop(
+    old_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    response_mask: Tensor,
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
+) -> Tensor:
+    """w_t = rho_t if low <= rho_t <= high, else 0. IcePop, arXiv:2510.18855."""
+    return _inside(_token_ratio(old_logprobs, behaviour_logprobs, response_mask), low, high)
+
+
+def token_mask(
+    old_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    response_mask: Tensor,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Tensor:
+    """`icepop` with a narrower band, as masked importance sampling of tokens is usually run."""
+    return icepop(old_logprobs, behaviour_logprobs, response_mask, low=low, high=high)
+
+
+def sequence_tis(
+    old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor, *, cap: float = 2.0
+) -> Tensor:
+    """w = min(product of the row's rho, cap), on every token of the row. Seq-TIS, Liu et al. 2025.
+
+    The product drifts to 0 or to the cap as answers grow: see `geometric_mask` for long ones.
+    """
+    return _on_tokens(
+        sequence_ratio(old_logprobs, behaviour_logprobs, response_mask).clamp(max=cap), response_mask
+    )
+
+
+def sequence_mis(
+    old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor, *, cap: float = 2.0
+) -> Tensor:
+    """w = product of the row's rho if at most cap, else 0. Seq-MIS, Liu et al. 2025."""
+    ratio = sequence_ratio(old_logprobs, behaviour_logprobs, response_mask)
+    return _on_tokens(_inside(ratio, 0.0, cap), response_mask)
+
+
+def sequence_mask(
+    old_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    response_mask: Tensor,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Tensor:
+    """w = product of the row's rho if low <= it <= high, else 0: `sequence_mis` bounded on both sides."""
+    ratio = sequence_ratio(old_logprobs, behaviour_logprobs, response_mask)
+    return _on_tokens(_inside(ratio, low, high), response_mask)
+
+
+def geometric_mask(
+    old_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    response_mask: Tensor,
+    *,
+    low: float = 0.999,
+    high: float = 1.001,
+) -> Tensor:
+    """w = 1 if low <= geometric mean of the row's rho <= high, else 0: a rejection that does not depend on
+    length (1.1 a token is 2.6 after 10 tokens and 13780 after 100). Geo-RS, Liu et al. 2025.
+    """
+    ratio = geometric_ratio(old_logprobs, behaviour_logprobs, response_mask)
+    return _on_tokens(((ratio >= low) & (ratio <= high)).to(ratio.dtype), response_mask)
+
+
+def sequence_k3_mask(
+    old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor, *, max_k3: float = 0.01
+) -> Tensor:
+    """w = 1 if the row's mean of rho - 1 - log rho is at most max_k3, else 0. arXiv:2512.23075."""
+    k3 = sequence_k3(old_logprobs, behaviour_logprobs, response_mask)
+    return _on_tokens((k3 <= max_k3).to(k3.dtype), response_mask)
+
+
+def probability_gap_mask(
+    old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor, *, max_gap: float = 0.3
+) -> Tensor:
+    """w_t = 1 if |exp(old) - exp(behaviour)| <= max_gap, else 0, whatever the sign of the advantage.
+
+    The mask of prime-rl's IPO loss, which uses the current policy for `old_logprobs`.
+    """
+    mask = response_mask.bool()
+    gap = _masked(old_logprobs, mask).exp() - _masked(behaviour_logprobs, mask).exp()
+    return ((gap.abs() <= max_gap) & mask).to(gap.dtype)
+
+
+def negative_sequence_mask(
+    old_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    response_mask: Tensor,
+    *,
+    advantages: Tensor,
+    max_kl: float = 0.5,
+) -> Tensor:
+    """w = 0 on rows with A < 0 and mean of behaviour - old above max_kl, else 1. DeepSeek-V3.2,
+    arXiv:2512.02556.
+
+    `advantages` [B, T], one value per row (the mean of its tokens' is used). The paper gives no max_kl.
+    """
+    mask = response_mask.bool()
+    kl = _row_mean(-_log_ratio(old_logprobs, behaviour_logprobs, mask), mask)
+    negative = _row_mean(_masked(advantages, mask), mask) < 0
+    return _on_tokens((~(negative & (kl > max_kl))).to(kl.dtype), response_mask)
+
+
+# Row statistics, [B]
+
+
+def sequence_ratio(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
+    """Product of each row's rho, [B], within exp(+-20)."""
+    log_ratio = _log_ratio(old_logprobs, behaviour_logprobs, response_mask.bool()).sum(1)
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def geometric_ratio(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
+    """Geometric mean of each row's rho, [B]; 1 for an empty row."""
+    mask = response_mask.bool()
+    return _row_mean(_log_ratio(old_logprobs, behaviour_logprobs, mask), mask).exp()
+
+
+def sequence_k2(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
+    """Each row's mean of (log rho)^2 / 2, [B]."""
+    mask = response_mask.bool()
+    return _row_mean(0.5 * _log_ratio(old_logprobs, behaviour_logprobs, mask).square(), mask)
+
+
+def sequence_k3(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
+    """Each row's mean of rho - 1 - log rho, [B]: an estimate of KL(behaviour || old)."""
+    mask = response_mask.bool()
+    log_ratio = _log_ratio(old_logprobs, behaviour_logprobs, mask)
+    return _row_mean(log_ratio.expm1() - log_ratio, mask)
+
+
+# Weights as a whole
+
+
+def batch_normalised(weights: Tensor, response_mask: Tensor) -> Tensor:
+    """Weights divided by their mean over the masked tokens. [B, T] must be the whole global batch: the
+    mean of a micro-batch would make the gradient depend on the split.
+    """
+    mask = response_mask.bool()
+    return weights * mask * mask.sum() / (weights * mask).sum()
+
+
+def effective_sample_size(weights: Tensor, response_mask: Tensor) -> Tensor:
+    """(sum w)^2 / sum w^2 over the masked tokens, a scalar between 1 and their number."""
+    kept = weights[response_mask.bool()]
+    return kept.sum().square() / kept.square().sum()
+
+
+# Measures of the mismatch
+
+
+def mismatch_moments(
+    old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor
+) -> dict[str, Tensor]:
+    """What `mismatch_metrics` needs, as float64 scalars that combine exactly over micro-batches and ranks:
+    keys that begin with `max_` by the maximum, all others by the sum.
+    """
+    mask = response_mask.bool()
+    log_ratio = _log_ratio(old_logprobs, behaviour_logprobs, mask)[mask].double()
+    gap = (_masked(old_logprobs, mask).exp() - _masked(behaviour_logprobs, mask).exp())[mask].double()
+    ratio, zero = log_ratio.exp(), log_ratio.new_zeros(1)
+    return {
+        "tokens": mask.sum().double(),
+        "k1": -log_ratio.sum(),
+        "k3": (log_ratio.expm1() - log_ratio).sum(),
+        "log_ratio_squared": log_ratio.square().sum(),
+        "ratio": ratio.sum(),
+        "ratio_squared": ratio.square().sum(),
+        "max_ratio": torch.cat([ratio, zero]).max(),
+        "max_logprob_gap": torch.cat([log_ratio.abs(), zero]).max(),
+        "max_probability_gap": torch.cat([gap.abs(), zero]).max(),
+    }
+
+
+def mismatch_metrics(moments: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Means over all tokens, from combined `mismatch_moments`; empty without tokens.
+
+    `kl` and `kl_k3` estimate KL(behaviour || old), `m2` is the second moment that M2PO bounds
+    (arXiv:2510.01161), `ess` the effective sample size of the untruncated ratios as a share of the tokens.
+    """
+    m = {name: float(value) for name, value in moments.items()}
+    tokens = m["tokens"]
+    if tokens == 0:
+        return {}
+    return {
+        "kl": m["k1"] / tokens,
+        "kl_k3": m["k3"] / tokens,
+        "m2": m["log_ratio_squared"] / tokens,
+        "ratio_mean": m["ratio"] / tokens,
+        "ratio_max": m["max_ratio"],
+        "ess": m["ratio"] ** 2 / m["ratio_squared"] / tokens,
+        "max_logprob_gap": m["max_logprob_gap"],
+        "max_probability_gap": m["max_probability_gap"],
+    }
+
+
+# The proximal policy
+
+
+def proximal_share(behaviour_version: Tensor, proximal_version: Tensor, current_version: Tensor) -> Tensor:
+    """How far the proximal policy lies from behaviour (0) to current (1), by version numbers; 0 for a
+    token the current version wrote. Any shapes that broadcast. A-3PO, arXiv:2512.06547.
+    """
+    behind = current_version - behaviour_version
+    share = (proximal_version - behaviour_version) / behind.clamp(min=1)
+    return torch.where(behind > 0, share.clamp(0, 1), torch.zeros_like(share))
+
+
+def interpolate_loglinear(logprobs: Tensor, behaviour_logprobs: Tensor, share: Tensor | float) -> Tensor:
+    """Proximal logprobs without a forward pass: behaviour + share (current - behaviour). No gradient.
+    A-3PO.
+    """
+    return (behaviour_logprobs + share * (logprobs - behaviour_logprobs)).detach()
+
+
+def interpolate_linear(logprobs: Tensor, behaviour_logprobs: Tensor, share: Tensor | float) -> Tensor:
+    """As `interpolate_loglinear`, between probabilities: log((1 - share) e^behaviour + share e^current)."""
+    return ((1 - share) * behaviour_logprobs.exp() + share * logprobs.exp()).log().detach()
+
+
+def _masked(values: Tensor, mask: Tensor) -> Tensor:
+    return values.detach().masked_fill(~mask, 0.0)
+
+
+def _log_ratio(old_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Tensor:
+    difference = _masked(old_logprobs, mask) - _masked(behaviour_logprobs, mask)
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _token_ratio(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
+    mask = response_mask.bool()
+    return _log_ratio(old_logprobs, behaviour_logprobs, mask).exp() * mask
+
+
+def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return values.sum(1) / mask.sum(1).clamp(min=1)
+
+
+def _on_tokens(row_values: Tensor, response_mask: Tensor) -> Tensor:
+    return row_values[:, None] * response_mask.bool()

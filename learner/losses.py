@@ -1,0 +1,380 @@
+"""Policy losses: what is minimised, token by token.
+
+Contract. Every selectable method (`__all__`) is called `method(logprobs, old_logprobs, advantages,
+response_mask, **options) -> LossTerms`; all tensors are [B, T], one row an answer, whole (a sequence-level
+ratio needs all of a row's tokens in one call). `old_logprobs` are those of the policy the ratio is taken
+against. r = exp(logprobs - old_logprobs) throughout, the difference clamped to +-20 before exp: a value
+that overflows in exp has no usable gradient, whatever is done to it afterwards. What stands at masked
+positions (prompt, tool output, padding) is never read, be it NaN.
+
+The loss is sum(weight * token_loss) with the weights of `learner.aggregation`. Losses in
+`FIXED_AGGREGATION` are defined with one aggregation only. Sequence-level losses put their row's loss on
+each of its tokens, so that `seq_mean_token_mean` gives the mean over rows; they use one advantage per row
+(the mean of its tokens').
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "cispo",
+    "dppo_kl",
+    "dppo_tv",
+    "gmpo",
+    "gspo",
+    "gspo_token",
+    "luspo",
+    "ppo_clip",
+    "reinforce",
+    "sapo",
+    "two_sided_clip",
+    "vespo",
+]
+
+# The aggregations a loss may be paired with, where its paper fixes them; all others take any.
+FIXED_AGGREGATION: Mapping[str, tuple[str, ...]] = {
+    "gmpo": ("seq_mean_token_mean",),
+    "gspo": ("seq_mean_token_mean",),
+    "gspo_token": ("seq_mean_token_mean",),
+    "luspo": ("seq_mean_token_mean",),
+    "vespo": ("token_mean",),
+}
+
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """A loss per token and what the clip did. The loss is sum(weight * token_loss) over the global batch."""
+
+    token_loss: Tensor  # [B, T], 0 outside the mask
+    clipped: (
+        Tensor  # bool [B, T]: tokens whose gradient the clip took away (in `cispo`: whose weight it limited)
+    )
+    level: str = "token"  # token | sequence: over what the ratio is taken
+
+
+def ppo_clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+) -> LossTerms:
+    """l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). PPO, arXiv:1707.06347; the defaults are DAPO's
+    clip-higher, arXiv:2503.14476.
+
+    `dual_clip` c bounds the loss of A < 0 by -c A (arXiv:1912.09729); ValueError unless c > 1.
+    """
+    if dual_clip is not None and dual_clip <= 1:
+        raise ValueError(
+            f"dual_clip must be > 1, got {dual_clip}: it bounds the ratio from above where A < 0"
+        )
+    mask, A = _mask_and_advantages(advantages, response_mask)
+    ratio = _log_ratio(logprobs, old_logprobs, mask).exp()
+    bound, clipped = _clip(ratio, A, clip_low, clip_high)
+    if dual_clip is not None:
+        beyond = (A < 0) & (ratio > dual_clip)
+        bound, clipped = bound.masked_fill(beyond, dual_clip), clipped | beyond
+    return LossTerms(_masked(-A * torch.where(clipped, bound, ratio), mask), clipped & mask)
+
+
+def two_sided_clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    delta: float = 4.0,
+) -> LossTerms:
+    """l = -min(min(r, delta) A, clip(r, 1 - clip_low, 1 + clip_high) A). INTELLECT-2, arXiv:2505.07291.
+
+    The same function as `ppo_clip` with `dual_clip=delta`: with A > 0 the ordinary clip binds first.
+    ValueError unless delta > 1 + clip_high, where that would not hold.
+    """
+    if delta <= 1 + clip_high:
+        raise ValueError(f"delta must be > 1 + clip_high = {1 + clip_high}, got {delta}")
+    return ppo_clip(
+        logprobs,
+        old_logprobs,
+        advantages,
+        response_mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=delta,
+    )
+
+
+def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor) -> LossTerms:
+    """l = -A logprob: no ratio, no clip; `old_logprobs` is not used. Williams 1992. Meant for one update a
+    batch, with a correction (e.g. `token_tis` of the current over the behaviour policy) where the data
+    is older.
+    """
+    mask, A = _mask_and_advantages(advantages, response_mask)
+    return LossTerms(_masked(-A * _masked(logprobs, mask), mask), torch.zeros_like(mask))
+
+
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    ratio_min: float = 0.0,
+    ratio_max: float = 5.0,
+) -> LossTerms:
+    """l = -sg(clip(r, ratio_min, ratio_max)) A logprob, sg = no gradient. MiniMax-M1, arXiv:2506.13585.
+
+    Every token keeps a gradient. The bounds are absolute: another code base's eps_high is ratio_max - 1. The
+    default cap is one that ScaleRL (arXiv:2510.13786) found as good as others between 4 and 8.
+    """
+    mask, A = _mask_and_advantages(advantages, response_mask)
+    ratio = _log_ratio(logprobs, old_logprobs, mask).exp().detach()
+    weight = ratio.clamp(ratio_min, ratio_max)
+    return LossTerms(_masked(-weight * A * _masked(logprobs, mask), mask), (weight != ratio) & mask)
+
+
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> LossTerms:
+    """l = -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos if A > 0 else tau_neg. SAPO, arXiv:2511.20347.
+
+    A soft gate instead of a clip: the gradient at r = 1 is -A, and fades on both sides. Nothing is ever
+    clipped.
+    """
+    mask, A = _mask_and_advantages(advantages, response_mask)
+    ratio = _log_ratio(logprobs, old_logprobs, mask).exp()
+    tau = _by_sign(A > 0, A, tau_pos, tau_neg)
+    return LossTerms(_masked(-(4 / tau) * (tau * (ratio - 1)).sigmoid() * A, mask), torch.zeros_like(mask))
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> LossTerms:
+    """l = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the row's tokens of log r).
+
+    Sequence level; aggregate with `seq_mean_token_mean`. GSPO, arXiv:2507.18071.
+    """
+    mask, A = _mask_and_advantages(advantages, response_mask)
+    row_loss, clipped = _sequence_clip(_log_ratio(logprobs, old_logprobs, mask), A, mask, clip_low, clip_high)
+    return LossTerms(row_loss[:, None] * mask, clipped[:, None] & mask, level="sequence")
+
+
+def luspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float = 2e-3,
+    clip_high: float = 2.5e-3,
+) -> LossTerms:
+    """`gspo` times the row's number of tokens. Sequence level; aggregate with `seq_mean_token_mean`, which
+    gives the mean over rows of length * loss. LUSPO, arXiv:2602.05261.
+    """
+    mask, A = _mask_and_advantages(advantages, response_mask)
+    row_loss, clipped = _sequence_clip(_log_ratio(logprobs, old_logprobs, mask), A, mask, clip_low, clip_high)
+    return LossTerms((row_loss * mask.sum(1))[:, None] * mask, clipped[:, None] & mask, level="sequence")
+
+
+def gspo_token(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> LossTerms:
+    """`gspo` with the value of s but each token's own gradient: s_t = sg(s) exp(logprob - sg(logprob)).
+
+    Equal to `gspo` in value and gradient for one advantage per row, and allows one per token. Aggregate with
+    `seq_mean_token_mean`. arXiv:2507.18071, equations 13 and 14.
+    """
+    mask, A = _mask_and_advantages(advantages, response_mask)
+    row_ratio = _row_mean(_log_ratio(logprobs, old_logprobs, mask), mask).exp().detach()
+    own = _masked(logprobs, mask)
+    ratio = row_ratio[:, None] * (own - own.detach()).exp()
+    bound, clipped = _clip(ratio, A, clip_low, clip_high)
+    token_loss = _masked(-A * torch.where(clipped, bound, ratio), mask)
+    return LossTerms(token_loss, clipped & mask, level="sequence")
+
+
+def gmpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    log_clip: float = 0.4,
+) -> LossTerms:
+    """l = -A exp(mean over the row's tokens of d'), d' = log r clipped at +log_clip where A > 0, at -log_clip
+    where A < 0. Sequence level; aggregate with `seq_mean_token_mean`. GMPO, arXiv:2507.20673."""
+    mask, A = _mask_and_advantages(advantages, response_mask)
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    clipped = torch.where(A > 0, log_ratio > log_clip, log_ratio < -log_clip) & (A != 0)
+    limited = torch.where(clipped, A.sign() * log_clip, log_ratio)
+    row_loss = -_row_mean(A, mask) * _row_mean(limited, mask).exp()
+    return LossTerms(row_loss[:, None] * mask, clipped & mask, level="sequence")
+
+
+def vespo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    k_pos: float = 2.0,
+    lam_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lam_neg: float = 2.0,
+) -> LossTerms:
+    """l = -sg(W^k exp(lam (1 - W))) A logprob, W = product of the row's ratios; (k, lam) by the sign of A, 0
+    counting as positive. Sequence-level weight; aggregate with `token_mean`. VESPO, arXiv:2602.10693."""
+    mask, A = _mask_and_advantages(advantages, response_mask)
+    log_weight = _log_ratio(logprobs, old_logprobs, mask).detach().sum(1, keepdim=True)
+    log_weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k = _by_sign(A >= 0, A, k_pos, k_neg)
+    lam = _by_sign(A >= 0, A, lam_pos, lam_neg)
+    phi = (k * log_weight + lam * (1 - log_weight.exp())).exp()
+    token_loss = _masked(-phi * A * _masked(logprobs, mask), mask)
+    return LossTerms(token_loss, torch.zeros_like(mask), level="sequence")
+
+
+def dppo_tv(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    threshold_low: float = 0.15,
+    threshold_high: float = 0.15,
+    ratio_max: float = 20.0,
+) -> LossTerms:
+    """l = -sg(min(r, ratio_max)) A logprob, without tokens whose probability already moved too far the way A
+    pushes: p - q > threshold_high with A > 0, p - q < -threshold_low with A <= 0 (p = exp(logprob), q the old
+    policy's). DPPO with the binary total variation, arXiv:2602.04879."""
+    mask, A = _mask_and_advantages(advantages, response_mask)
+    moved = (_masked(logprobs, mask).exp() - _masked(old_logprobs, mask).exp()).detach()
+    dropped = torch.where(A > 0, moved > threshold_high, moved < -threshold_low)
+    return _dppo(logprobs, old_logprobs, A, mask, dropped & mask, ratio_max)
+
+
+def dppo_kl(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    threshold_low: float = 0.05,
+    threshold_high: float = 0.05,
+    ratio_max: float = 20.0,
+) -> LossTerms:
+    """`dppo_tv` with the KL divergence of the two-outcome distribution (this token, any other) as the
+    measure of distance: q log(q / p) + (1 - q) log((1 - q) / (1 - p)). arXiv:2602.04879.
+    """
+    mask, A = _mask_and_advantages(advantages, response_mask)
+    new, old = _masked(logprobs, mask).detach(), _masked(old_logprobs, mask)
+    divergence = binary_kl(new, old)
+    threshold = _by_sign(A > 0, A, threshold_high, threshold_low)
+    away = torch.where(A > 0, new > old, new < old)
+    return _dppo(logprobs, old_logprobs, A, mask, (divergence > threshold) & away & mask, ratio_max)
+
+
+def binary_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """KL(old || new) of whether this very token is drawn. [B, T] -> [B, T], finite for probabilities of 1."""
+    p, q, tiny = logprobs.exp(), old_logprobs.exp(), 1e-8
+    return q * (old_logprobs - logprobs) + (1 - q) * ((1 - q + tiny) / (1 - p + tiny)).log()
+
+
+def value_clip(
+    values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, *, clip: float = 0.2
+) -> LossTerms:
+    """Loss of a value model: 0.5 max((v - R)^2, (clip(v, v_old +- clip) - R)^2), [B, T]. PPO,
+    arXiv:1707.06347.
+    """
+    mask = response_mask.bool()
+    values, old_values, returns = (_masked(x, mask) for x in (values, old_values, returns))
+    limited = torch.clamp(values.detach(), old_values - clip, old_values + clip)
+    error, limited_error = (values - returns).square(), (limited - returns).square()
+    clipped = limited_error > error.detach()
+    return LossTerms(_masked(0.5 * torch.where(clipped, limited_error, error), mask), clipped & mask)
+
+
+def _masked(values: Tensor, mask: Tensor) -> Tensor:
+    """0 outside the mask, also for NaN and infinity, in value and gradient."""
+    return values.masked_fill(~mask, 0.0)
+
+
+def _mask_and_advantages(advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    mask = response_mask.bool()
+    return mask, _masked(advantages.detach(), mask)
+
+
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log r, 0 outside the mask. Where the clamp is active the gradient is 0."""
+    difference = _masked(logprobs, mask) - _masked(old_logprobs.detach(), mask)
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _by_sign(condition: Tensor, like: Tensor, then: float, otherwise: float) -> Tensor:
+    """Two constants chosen per element, in the dtype of `like` (`torch.where` of two floats is float32)."""
+    return torch.full_like(like, otherwise).masked_fill(condition, then)
+
+
+def _clip(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """The pessimistic side of PPO's clip: the bound that applies, and where the ratio is beyond it."""
+    positive = advantages > 0
+    bound = _by_sign(positive, advantages, 1 + clip_high, 1 - clip_low)
+    return bound, torch.where(positive, ratio > bound, ratio < bound) & (advantages != 0)
+
+
+def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> [B]: mean over the masked tokens of values that are 0 elsewhere; 0 for an empty row."""
+    return values.sum(1) / mask.sum(1).clamp(min=1)
+
+
+def _sequence_clip(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Clipped loss of each row with the geometric mean of its ratios: loss [B], clipped bool [B]."""
+    A = _row_mean(advantages, mask)
+    ratio = _row_mean(log_ratio, mask).exp()
+    bound, clipped = _clip(ratio, A, clip_low, clip_high)
+    return -A * torch.where(clipped, bound, ratio), clipped
+
+
+def _dppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    dropped: Tensor,
+    ratio_max: float,
+) -> LossTerms:
+    weight = _log_ratio(logprobs, old_logprobs, mask).exp().detach().clamp(max=ratio_max)
+    token_loss = -weight * advantages * _masked(logprobs, mask)
+    dropped = dropped & (advantages != 0)
+    return LossTerms(token_loss.masked_fill(dropped | ~mask, 0.0), dropped)

@@ -1,0 +1,107 @@
+"""The policy network of a learner rank: a Hugging Face causal model that answers one question, «how likely are these
+tokens?», with full fine-tuning or LoRA, and a frozen reference where a KL term needs one.
+
+It is one `nn.Module` whose `forward` does everything, because DeepSpeed's ZeRO-3 gathers parameters in hooks around
+forward calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from learner.batch import MicroBatchTensors
+from learner.logprobs import logit_transform, token_logprobs
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """`lora_rank` 0 is full fine-tuning. `dtype` is the compute type; master weights are the optimizer's matter."""
+
+    model_path: str
+    dtype: str
+    lora_rank: int = 0
+    lora_alpha: float = 32.0
+    lora_targets: str = "all-linear"
+    gradient_checkpointing: bool = False
+    chunk_tokens: int = 1024
+    entropy_gradient: bool = False
+    seed: int = 0
+
+
+class Policy(torch.nn.Module):
+    def __init__(self, settings: PolicySettings) -> None:
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(settings.seed)  # LoRA's A matrices are random: equal on all ranks
+        # SDPA takes the masks of shared prefixes on every device.
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.model_path, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa"
+        )
+        model.config.use_cache = False
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._transform = logit_transform(model.config.get_text_config())
+        self.is_lora = settings.lora_rank > 0
+        if self.is_lora:
+            from peft import LoraConfig, get_peft_model
+
+            if settings.gradient_checkpointing:
+                model.enable_input_require_grads()  # else nothing before the first adapter needs a gradient
+            lora = LoraConfig(
+                r=settings.lora_rank,
+                lora_alpha=settings.lora_alpha,
+                lora_dropout=0.0,  # the ratio to the behaviour policy would be noise
+                target_modules=settings.lora_targets,
+                task_type="CAUSAL_LM",
+            )
+            model = get_peft_model(model, lora)
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        self.model = model
+        self._settings = settings
+
+    @property
+    def causal_lm(self) -> Any:
+        """The Hugging Face model, without peft's wrapper around it."""
+        return self.model.get_base_model() if self.is_lora else self.model
+
+    def forward(self, batch: MicroBatchTensors, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies, both float32 [R, L], of the sampled tokens; 0 where `response_mask` is False."""
+        causal_lm = self.causal_lm
+        backbone = getattr(causal_lm, causal_lm.base_model_prefix)
+        hidden = backbone(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        ).last_hidden_state
+        if not len(batch.target_ids):
+            # Every parameter must take part, or ranks without data would stand outside the collectives.
+            touch = causal_lm.get_output_embeddings()(hidden[:, -1:]).float().sum() * 0.0
+            return batch.behaviour_logprobs + touch, batch.behaviour_logprobs + touch
+        logprobs, entropy = token_logprobs(
+            hidden[batch.source_row, batch.source_position],
+            batch.target_ids,
+            causal_lm.get_output_embeddings(),
+            self._transform,
+            temperature=temperature,
+            chunk_tokens=self._settings.chunk_tokens,
+            entropy_gradient=self._settings.entropy_gradient,
+        )
+        where = (batch.answer, batch.offset)
+        empty = torch.zeros(batch.response_mask.shape, dtype=torch.float32, device=logprobs.device)
+        return empty.index_put(where, logprobs), empty.index_put(where, entropy)
+
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Within this context a LoRA policy computes as its frozen base."""
+        with self.model.disable_adapter():
+            yield

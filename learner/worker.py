@@ -1,0 +1,428 @@
+"""A learner rank: one process of the DeepSpeed job, as a Ray actor.
+
+A rank fetches its own shards (trajectories arrive as object references resolved by Ray on this node), performs the
+optimizer updates of its plan in lockstep with the others, and can say how likely given tokens are, hand out its
+weights, save and load. Version numbers are the orchestrator's: a rank only counts optimizer steps.
+
+DeepSpeed averages gradients over data-parallel ranks and would divide by accumulation steps. Normalisers here are
+global (`Row.token_weight`), so the loss is multiplied by the number of ranks and accumulation is driven by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from learner.batch import MicroBatch, MicroBatchTensors, RankPlan, build_tensors, text_tensors
+from rollout_workers.trajectory import Trajectory
+from rollout_workers.weights.bucket import Bucket, pack
+from rollout_workers.weights.manifest import Manifest, TensorRecord
+
+if TYPE_CHECKING:
+    import torch
+
+    from learner.objective import Objective
+    from learner.policy import PolicySettings
+    from rollout_workers.weights.trainer_side import NCCLSender
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """What every rank is started with. `total_optimizer_steps` is the length of the learning-rate schedule."""
+
+    policy: PolicySettings
+    objective: Objective
+    device: str
+    temperature: float
+    zero_stage: int
+    learning_rate: float
+    total_optimizer_steps: int
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    weight_decay: float = 0.0
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: float = 1.0
+    offload: bool = False
+    recompute_proximal: bool = False
+    threads: int | None = None
+    bucket_bytes: int = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class LearnReport:
+    """Of one rank and batch. Sums and maxima are over its sampled tokens; norms and rates per optimizer step."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    grad_norms: tuple[float, ...]
+    learning_rates: tuple[float, ...]
+    optimizer_step: int
+    trained_tokens: int  # that went through the model, prompts and padding included
+
+
+def learning_rate(settings: LearnerSettings, step: int) -> float:
+    """Of optimizer step `step` (from 0): linear warm-up, then the schedule down to 0 at the last step."""
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    span = max(1, settings.total_optimizer_steps - settings.warmup_steps)
+    progress = min(1.0, (step - settings.warmup_steps) / span)
+    if settings.schedule == "linear":
+        return settings.learning_rate * (1 - progress)
+    return settings.learning_rate * (1 + math.cos(math.pi * progress)) / 2
+
+
+class LearnerRank:
+    """The actor. Create it with `ray.remote(LearnerRank)`, one per rank, and call every rank alike."""
+
+    def __init__(self, settings: LearnerSettings, rank: int, ranks: int) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._ranks = ranks
+        self._optimizer_step = 0
+        self._perturbed: list[torch.Tensor] = []
+        self._sender: NCCLSender | None = None
+
+    def address(self) -> str:
+        """This node's IP address and a free port, for the rendezvous of all ranks."""
+        import socket
+
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def start(self, rendezvous: str) -> int:
+        """Join the process group and load the model; returns the number of trainable parameters."""
+        import deepspeed
+        import torch
+        import torch.distributed as dist
+
+        from learner.policy import Policy
+        from learner.weight_source import PolicyWeightSource
+
+        s = self._settings
+        if s.threads is not None:
+            torch.set_num_threads(s.threads)
+        self._device = torch.device("cuda", 0) if s.device == "gpu" else torch.device("cpu")
+        if s.device == "gpu":
+            torch.cuda.set_device(self._device)
+        # Without `device_id`: with it, NCCL weight transfer to engines has been reported to hang.
+        dist.init_process_group(
+            "nccl" if s.device == "gpu" else "gloo",
+            init_method=rendezvous,
+            rank=self._rank,
+            world_size=self._ranks,
+        )
+        # DeepSpeed would compile a shared-memory reduction for CPUs; gloo does without a compiler.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed insists; Ray shows each actor its own device only
+        policy = Policy(s.policy)
+        trainable = [p for p in policy.parameters() if p.requires_grad]
+        count = sum(p.numel() for p in trainable)
+        optimizer = torch.optim.AdamW(
+            trainable, lr=s.learning_rate, betas=s.adam_betas, weight_decay=s.weight_decay
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=policy, optimizer=optimizer, config=self._deepspeed_config(), dist_init_required=False
+        )
+        self._policy = policy
+        self._reference = self._load_reference()
+        self._source = PolicyWeightSource(policy, zero_stage=s.zero_stage, bucket_bytes=s.bucket_bytes)
+        return count
+
+    def _deepspeed_config(self) -> dict[str, Any]:
+        s = self._settings
+        zero: dict[str, Any] = {"stage": s.zero_stage}
+        if s.offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+            if s.zero_stage == 3:
+                zero["offload_param"] = {"device": "cpu"}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,  # driven by hand, see `_update`
+            "zero_optimization": zero,
+            "bf16": {"enabled": s.policy.dtype == "bfloat16"},
+            "gradient_clipping": s.max_grad_norm,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own needs a compiler at run time
+            "steps_per_print": 10**9,
+        }
+
+    def _load_reference(self) -> torch.nn.Module | None:
+        """The frozen initial policy for a KL term; a LoRA policy is its own (adapters off)."""
+        if self._settings.objective.kl is None or self._policy.is_lora:
+            return None
+        from learner.policy import Policy
+
+        reference = Policy(dataclasses.replace(self._settings.policy, gradient_checkpointing=False))
+        return reference.to(self._device).requires_grad_(False)
+
+    def learn(
+        self, plan: RankPlan, *payloads: Sequence[Trajectory]
+    ) -> tuple[LearnReport, dict[tuple[str, int], np.ndarray]]:
+        """Perform the plan's optimizer updates. `payloads` are in the order of `plan.payloads`.
+
+        Returns the report and, apart from it because it is as large as the batch, the logprobs of each answer by (group
+        id, index), float32 [sampled tokens]: of the forward pass that first saw it, before the update that used it.
+        """
+        from learner.objective import Tally
+
+        data = dict(zip(plan.payloads, payloads, strict=True))
+        tally, norms, rates = Tally(), [], []
+        first_logprobs: dict[tuple[str, int], np.ndarray] = {}
+        proximal: dict[MicroBatch, torch.Tensor] = {}
+        if self._settings.recompute_proximal:
+            for micro_batches in plan.updates:
+                for micro_batch in micro_batches:
+                    if micro_batch not in proximal:
+                        proximal[micro_batch] = self._logprobs_without_gradient(
+                            self._tensors(micro_batch, data)
+                        )
+        tokens = 0
+        for micro_batches in plan.updates:
+            rate = learning_rate(self._settings, self._optimizer_step)
+            for number, micro_batch in enumerate(micro_batches):
+                batch = self._tensors(micro_batch, data)
+                tokens += batch.input_ids.numel() if micro_batch else 0
+                logprobs = self._accumulate(
+                    batch,
+                    proximal.get(micro_batch) if micro_batch else None,
+                    tally,
+                    last=number == len(micro_batches) - 1,
+                )
+                for i, row in enumerate(batch.rows):
+                    key = (row.group_id, row.index)
+                    if key not in first_logprobs:
+                        first_logprobs[key] = logprobs[i][batch.response_mask[i]].cpu().numpy()
+            norms.append(self._step(rate))
+            rates.append(rate)
+        report = LearnReport(
+            tally.sums, tally.maxima, tuple(norms), tuple(rates), self._optimizer_step, tokens
+        )
+        return report, first_logprobs
+
+    def _tensors(
+        self, micro_batch: MicroBatch, data: Mapping[int, Sequence[Trajectory]]
+    ) -> MicroBatchTensors:
+        return build_tensors(micro_batch, data).to(self._device)
+
+    def _accumulate(
+        self, batch: MicroBatchTensors, proximal: torch.Tensor | None, tally: Any, *, last: bool
+    ) -> Any:
+        """Forward and backward of one micro-batch; its logprobs, detached."""
+        from learner.objective import micro_batch_loss
+
+        ref_logprobs = self._reference_logprobs(batch)
+        self._engine.set_gradient_accumulation_boundary(last)
+        logprobs, entropy = self._engine(batch, self._settings.temperature)
+        loss, counted = micro_batch_loss(
+            self._settings.objective,
+            batch,
+            logprobs,
+            entropy,
+            proximal_logprobs=proximal,
+            ref_logprobs=ref_logprobs,
+        )
+        if not batch.rows:
+            loss = logprobs.sum() + loss  # zero, but it reaches every parameter
+        if not math.isfinite(loss.item()):
+            names = ", ".join(sorted({row.group_id for row in batch.rows}))
+            raise FloatingPointError(f"loss is {loss.item()} in the micro-batch of groups {names}")
+        self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
+        tally.merge(counted)
+        return logprobs.detach()
+
+    def _step(self, rate: float) -> float:
+        """One optimizer step; the gradient norm before clipping."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        own_norm = self._plain_grad_norm() if self._settings.zero_stage == 0 else None
+        self._engine.step()
+        self._optimizer_step += 1
+        norm = self._engine.get_global_grad_norm()
+        return float(own_norm if norm is None else norm)
+
+    def _plain_grad_norm(self) -> torch.Tensor:
+        """Without ZeRO and in float32, DeepSpeed clips with torch and keeps no norm."""
+        import torch
+
+        gradients = [p.grad for p in self._policy.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+
+    def _logprobs_without_gradient(self, batch: MicroBatchTensors) -> torch.Tensor:
+        import torch
+
+        with torch.no_grad():
+            logprobs, _ = self._engine(batch, self._settings.temperature)
+        return logprobs
+
+    def _reference_logprobs(self, batch: MicroBatchTensors) -> torch.Tensor | None:
+        import torch
+
+        if self._settings.objective.kl is None:
+            return None
+        with torch.no_grad():
+            if self._reference is None:
+                with self._policy.as_reference():
+                    return self._engine(batch, self._settings.temperature)[0]
+            return self._reference(batch, self._settings.temperature)[0]
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Logprobs (temperature 1) of tokens 1… of each sequence under the current weights: a list of float32 [T-1]."""
+        import torch
+
+        with torch.no_grad():
+            batch = text_tensors(sequences).to(self._device)
+            logprobs, _ = self._engine(batch, 1.0)
+        return [logprobs[i, : len(ids) - 1].cpu().numpy() for i, ids in enumerate(sequences)]
+
+    def export_weights(self, version: int) -> Iterator[Bucket | Manifest]:
+        """The policy as buckets, then the manifest. All ranks iterate; only rank 0 yields anything."""
+        records: list[TensorRecord] = []
+        for named in self._source.buckets():
+            if self._rank == 0:
+                records.extend(TensorRecord.of(name, tensor) for name, tensor in named)
+                yield pack(named)
+        if self._rank == 0:
+            yield Manifest(version, tuple(records))
+
+    def connect_nccl(self, init_info: Mapping[str, Any]) -> None:
+        """Join the weight-transfer group that the engines are joining now (again after its membership changed)."""
+        from rollout_workers.weights.trainer_side import NCCLSender
+
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = NCCLSender(self._source, init_info, self._rank)
+
+    def send_nccl(self, version: int) -> Manifest:
+        """Broadcast the policy to the connected engines, which are receiving it now."""
+        if self._sender is None:
+            raise RuntimeError("connect_nccl comes before send_nccl")
+        return self._sender.send(version)
+
+    def nccl_metadata(self) -> dict[str, Any]:
+        """What the engines must be told to expect."""
+        from rollout_workers.weights.trainer_side import update_info
+
+        return update_info(self._source)
+
+    def perturb(self, scale: float, seed: int) -> None:
+        """Shift every trainable parameter by noise of `scale` times its root mean square (at least 0.01), remembering it.
+
+        For the start-up canary: `restore` brings back the exact values. Master weights are not touched.
+        """
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        self._perturbed = []
+        with torch.no_grad():
+            for value in self._local_values():
+                self._perturbed.append(value.clone())
+                size = max(float(value.float().pow(2).mean().sqrt()) if value.numel() else 0.0, 0.01)
+                noise = torch.randn(value.shape, generator=generator) * (scale * size)
+                value.add_(noise.to(value.device, value.dtype))
+
+    def restore(self) -> None:
+        """Undo `perturb` exactly."""
+        for value, original in zip(self._local_values(), self._perturbed, strict=True):
+            value.copy_(original)
+        self._perturbed = []
+
+    def _local_values(self) -> list[torch.Tensor]:
+        """What this rank holds of each trainable parameter: its shard under ZeRO-3, else all of it."""
+        return [getattr(p, "ds_tensor", p.data) for p in self._policy.parameters() if p.requires_grad]
+
+    def save(self, folder: str) -> list[str]:
+        """Write weights, optimizer, step and RNG under `folder`; all ranks call it. The names this rank wrote."""
+        import torch
+
+        self._engine.save_checkpoint(
+            folder,
+            tag="learner",
+            client_state={"optimizer_step": self._optimizer_step, "torch_rng": torch.get_rng_state()},
+            exclude_frozen_parameters=self._policy.is_lora,
+        )
+        written = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*.pt")]
+        mine = f"pp_rank_{self._rank}_"
+        return [name for name in written if mine in name or (self._rank == 0 and "pp_rank" not in name)]
+
+    def load(self, folder: str) -> int:
+        """Load what `save` wrote; the optimizer step. Raises FileNotFoundError if there is nothing."""
+        import torch
+
+        path, state = self._engine.load_checkpoint(
+            folder, tag="learner", load_module_strict=not self._policy.is_lora
+        )
+        if path is None:
+            raise FileNotFoundError(f"no learner state in {folder}")
+        self._optimizer_step = state["optimizer_step"]
+        torch.set_rng_state(state["torch_rng"])
+        return self._optimizer_step
+
+    def export_model(self, folder: str) -> None:
+        """Write the policy (adapters merged) as an ordinary Hugging Face folder; all ranks call it, rank 0 writes."""
+        from safetensors.torch import save_file
+
+        target = Path(folder)
+        index: dict[str, str] = {}
+        total = 0
+        if self._rank == 0:
+            target.mkdir(parents=True, exist_ok=True)
+        files = []
+        for number, named in enumerate(self._source.buckets()):
+            if self._rank:
+                continue
+            file = f"model-{number:05d}.safetensors"
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in named}
+            save_file(tensors, target / file, metadata={"format": "pt"})
+            index.update(dict.fromkeys(tensors, file))
+            total += sum(t.numel() * t.element_size() for t in tensors.values())
+            files.append(file)
+        if self._rank:
+            return
+        import json
+
+        if len(files) == 1:
+            os.replace(target / files[0], target / "model.safetensors")
+        else:
+            content = {"metadata": {"total_size": total}, "weight_map": index}
+            (target / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
+        self._policy.causal_lm.config.save_pretrained(target)
+        if self._policy.causal_lm.can_generate():
+            self._policy.causal_lm.generation_config.save_pretrained(target)
+        for file in Path(self._settings.policy.model_path).glob("*"):
+            # The tokenizer and its chat template, as they came.
+            if file.suffix in (".json", ".jinja", ".txt", ".model") and not (target / file.name).exists():
+                if not file.name.endswith(".index.json"):
+                    shutil.copy2(file, target / file.name)
+
+    def memory_bytes(self) -> int:
+        """Peak memory of this rank: device memory on a GPU, resident memory on a CPU."""
+        import resource
+
+        import torch
+
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()

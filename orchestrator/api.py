@@ -1,0 +1,222 @@
+"""The Python entry: `train` and `evaluate`, which the command line calls as well.
+
+from orchestrator import train
+
+def reward(completion, answer):
+    return float(answer in completion)
+
+result = train(model="builtin:smollm2_135m", data="rows.jsonl", reward=reward, overrides=["run.batches=30"])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import secrets
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from orchestrator.checkpoint import CheckpointStore
+from orchestrator.config import Config, ConfigError, load
+from orchestrator.console import Console
+from orchestrator.durable import whole_file, write_json
+from orchestrator.evaluation import Evaluator, SetResult, metrics_of, table
+from orchestrator.journal import JOURNAL, begin_lineage
+from orchestrator.prepare import UserReward, prepare, source_of
+from orchestrator.sinks import JsonlSink, Recorder, WandbSink
+
+logger = logging.getLogger(__name__)
+
+Overrides = Sequence[str] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """`evaluations` are the last ones of the run, one per set."""
+
+    run_dir: Path
+    model_dir: Path
+    evaluations: list[SetResult]
+
+
+def train(
+    model: str | None = None,
+    data: Any = None,
+    reward: UserReward | None = None,
+    overrides: Overrides = (),
+) -> RunResult:
+    """Train a model; returns when the run has ended.
+
+    `model` is a folder, hub id or builtin; `data` a path (or a mapping of names to paths) of JSONL or Parquet rows with a
+    `prompt` column; `reward` a function, or several, of arguments named after what they need. What is not given comes from
+    the configuration, where `overrides` are Hydra overrides, as a list of texts or a mapping of keys to values. Raises
+    ConfigError before anything starts where the mistake can be known by then.
+    """
+    config = configured(model, data, overrides)
+    return _run(_train(config, reward))
+
+
+def evaluate(
+    model: str | None = None, data: Any = None, reward: UserReward | None = None, overrides: Overrides = ()
+) -> list[SetResult]:
+    """Evaluate a model on `data` (default: data.eval) with eval.checker, or with `reward` where one is given."""
+    config = configured(model, None, overrides)
+    if data is not None:
+        config.data.eval = source_of(data)
+    if reward is not None:
+        config.eval.checker = None
+    return _run(_evaluate(config, reward))
+
+
+def configured(model: str | None, data: Any, overrides: Overrides) -> Config:
+    """The configuration that arguments and overrides come to."""
+    texts = (
+        [f"{key}={_literal(value)}" for key, value in overrides.items()]
+        if isinstance(overrides, Mapping)
+        else list(overrides)
+    )
+    config = load(texts)
+    if model is not None:
+        config.model.path = model
+    if data is not None:
+        config.data.train = source_of(data)
+        # The default task's held-out set says nothing about someone else's data.
+        if not any(text.startswith(("data.eval", "data=")) for text in texts):
+            config.data.eval = {}
+    return config
+
+
+def _literal(value: Any) -> str:
+    """A Python value as Hydra reads it on a command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return json.dumps(value) if any(c in value for c in "=, []{}'") else value
+    return json.dumps(value).replace('": ', '":')
+
+
+def _run(coroutine: Any) -> Any:
+    """Run to the end; a termination signal ends it as Ctrl-C does, so that nothing is left behind."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        return asyncio.run(coroutine)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+async def _train(config: Config, reward: UserReward | None) -> RunResult:
+    prepared = prepare(config, reward)
+    folder = _run_folder(config)
+    store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
+    checkpoint = store.latest() if config.checkpoint.resume != "never" else None
+    if config.checkpoint.resume == "must" and checkpoint is None:
+        raise ConfigError(f"checkpoint.resume=must: there is no whole checkpoint in {folder / 'checkpoints'}")
+    # Heavy imports come after everything that can be wrong without them.
+    from orchestrator.cluster import Cluster
+    from orchestrator.run import Run, derived_sizes
+
+    folder.mkdir(parents=True, exist_ok=True)
+    version = checkpoint.version if checkpoint else 0
+    lineage = begin_lineage(folder / JOURNAL, checkpoint.version if checkpoint else None)
+    with whole_file(folder / "config.yaml") as file:
+        file.write(OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
+    log_file = _log_to(folder / "logs" / "driver.log", config.logging.level)
+    wandb = WandbSink(
+        folder,
+        project=config.logging.wandb_project,
+        run_id=_wandb_id(folder),
+        name=folder.name,
+        config=dataclasses.asdict(config),
+        mode=config.logging.wandb,  # type: ignore[arg-type]
+    )
+    jsonl = JsonlSink(
+        folder / "metrics.jsonl", lineage=lineage, resumed_from=checkpoint.version if checkpoint else None
+    )
+    console = Console(config.run.batches, config.logging.console, title=folder.name, start_version=version)  # type: ignore[arg-type]
+    changed = asyncio.Event()
+    try:
+        with console, Recorder([jsonl, wandb], lineage=lineage) as recorder:
+            console.show_table(f"headway {folder}", derived_sizes(config, version))
+            logger.info("starting engines and learner")
+            async with Cluster(prepared, on_change=changed.set) as cluster:
+                cluster.link_logs(folder / "logs")
+                run = Run(
+                    prepared,
+                    cluster,
+                    folder=folder,
+                    lineage=lineage,
+                    checkpoint=checkpoint,
+                    store=store,
+                    recorder=recorder,
+                    wandb=wandb,
+                    console=console,
+                    changed=changed,
+                )
+                await run.execute()
+            logger.info("finished: %s", folder / "model")
+        return RunResult(folder, folder / "model", run.evaluations)
+    finally:
+        logging.getLogger().removeHandler(log_file)
+        log_file.close()
+
+
+async def _evaluate(config: Config, reward: UserReward | None) -> list[SetResult]:
+    if not config.data.eval:
+        raise ConfigError(
+            "data.eval: no set to evaluate; give data.eval.NAME.path or data.eval.NAME.generator"
+        )
+    prepared = prepare(config, reward, training=False)
+    from orchestrator.cluster import Cluster
+
+    folder = _run_folder(config, exists_ok=True)
+    with Console(1, config.logging.console, title=folder.name) as console:  # type: ignore[arg-type]
+        async with Cluster(prepared, on_change=lambda: None, training=False) as cluster:
+            assert cluster.checker is not None
+            evaluator = Evaluator(
+                config, prepared.evaluation, cluster.rollouts, cluster.checker, folder / "eval"
+            )
+            results = await evaluator.run(0)
+        console.show_table(f"evaluation of {prepared.model_path}", table(results))
+    with JsonlSink(folder / "eval" / "metrics.jsonl", lineage=0, resumed_from=None) as sink:
+        sink.write({"policy_version": 0, "time": time.time(), "lineage": 0, **metrics_of(results)})
+    return results
+
+
+def _run_folder(config: Config, *, exists_ok: bool = False) -> Path:
+    name = config.run.name or time.strftime("%Y%m%d-%H%M%S")
+    folder = (Path(config.run.dir) / name).resolve()
+    if not exists_ok and config.checkpoint.resume == "never" and (folder / JOURNAL).exists():
+        raise ConfigError(
+            f"run.name={name}: {folder} holds a run already; continue it with checkpoint.resume=auto or choose another name"
+        )
+    return folder
+
+
+def _wandb_id(folder: Path) -> str:
+    """The run's id at W&B: made once, the same after every resume."""
+    file = folder / "wandb_id.json"
+    if not file.exists():
+        write_json(file, {"id": secrets.token_hex(4)})
+    return json.loads(file.read_text())["id"]
+
+
+def _log_to(file: Path, level: str) -> logging.Handler:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.setLevel(level)
+    root.addHandler(handler)
+    return handler

@@ -1,0 +1,105 @@
+"""From a batch of groups to what the learner does with it: advantages, weights, updates, plans. Pure arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from learner.batch import RankPlan, Row, plan_updates
+from orchestrator.algorithm import compute_advantages, token_weights
+from orchestrator.config import Config
+from orchestrator.flight import Flight
+from orchestrator.sampling_types import Batch
+
+
+@dataclass(frozen=True)
+class LearningPlan:
+    """`rows` are the answers in the loss; `advantages` are of all scored members, by (group id, index)."""
+
+    ranks: list[RankPlan]
+    rows: list[Row]
+    advantages: Mapping[tuple[str, int], float]
+    update_count: int
+
+
+def plan_learning(
+    config: Config, batch: Batch, flights: Mapping[str, Flight], *, ranks: int, share_prefixes: bool
+) -> LearningPlan:
+    """Cut the batch. The payload number of a group is its place in `batch.groups`."""
+    advantages = _advantages(config, batch)
+    a = config.algorithm
+    groups = [_rows(config, number, batch, flights, advantages) for number in range(len(batch.groups))]
+    parts = [part for part in _split(groups, a.updates_per_batch) if any(part)]
+    updates = [_weighted(config, part) for part in parts] * a.epochs_per_batch
+    plans = plan_updates(
+        updates,
+        ranks=ranks,
+        max_tokens=config.learner.max_tokens_per_microbatch,
+        share_prefixes=share_prefixes,
+    )
+    return LearningPlan(plans, [row for group in groups for row in group], advantages, len(updates))
+
+
+def _advantages(config: Config, batch: Batch) -> dict[tuple[str, int], float]:
+    scored = [
+        (number, group.group_id, m)
+        for number, group in enumerate(batch.groups)
+        for m in group.members
+        if m.reward is not None
+    ]
+    values = compute_advantages(
+        config.algorithm,
+        [member.reward for _, _, member in scored if member.reward is not None],
+        [number for number, _, _ in scored],
+        [member.response_length for _, _, member in scored],
+    )
+    return {
+        (group_id, member.index): value for (_, group_id, member), value in zip(scored, values, strict=True)
+    }
+
+
+def _rows(
+    config: Config,
+    number: int,
+    batch: Batch,
+    flights: Mapping[str, Flight],
+    advantages: Mapping[tuple[str, int], float],
+) -> list[Row]:
+    """The trainable answers of one group; their token weights come later, per update."""
+    group = batch.groups[number]
+    flight = flights[group.group_id]
+    rows = []
+    for index in group.trainable:
+        report = flight.reports[index]
+        if config.algorithm.mask_truncated and report.truncated:
+            continue
+        rows.append(
+            Row(
+                group_id=group.group_id,
+                index=index,
+                payload=number,
+                position=flight.position(index),
+                prompt_length=report.prompt_length,
+                response_length=report.response_length,
+                advantage=advantages[group.group_id, index],
+                token_weight=0.0,
+            )
+        )
+    return rows
+
+
+def _split(groups: Sequence[list[Row]], parts: int) -> list[Sequence[list[Row]]]:
+    """Groups in order, in `parts` shares that differ by at most one group."""
+    bounds = [len(groups) * i // parts for i in range(parts + 1)]
+    return [groups[low:high] for low, high in zip(bounds, bounds[1:], strict=False) if high > low]
+
+
+def _weighted(config: Config, groups: Sequence[list[Row]]) -> list[list[Row]]:
+    """The rows of one optimizer update with their token weights: all normalisers of this update are in them."""
+    rows = [(number, row) for number, group in enumerate(groups) for row in group]
+    weights = token_weights(config.algorithm, [row.response_length for _, row in rows], [n for n, _ in rows])
+    out: list[list[Row]] = [[] for _ in groups]
+    for (number, row), weight in zip(rows, weights, strict=True):
+        out[number].append(dataclasses.replace(row, token_weight=weight))
+    return out

@@ -1,0 +1,244 @@
+"""The actors of a run on a Ray cluster: started in one place, ended in one place.
+
+`Cluster` is an async context manager. Entering it joins or starts Ray, checks that the run fits, reserves a placement
+group and starts every actor; leaving it, for whatever reason, ends them, releases the reservation, and stops Ray if it
+was started here. Nothing that was started outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from learner.policy import PolicySettings
+from learner.rank_group import LearnerGroup
+from learner.worker import LearnerSettings
+from orchestrator.algorithm import objective
+from orchestrator.fleet import FleetError, RewardFleet, RolloutFleet
+from orchestrator.placement import Placement, actor_options, plan
+from orchestrator.prepare import Prepared
+from reward_workers.alarm import ErrorAlarm
+from reward_workers.reward import RewardSet
+from reward_workers.worker import RewardWorker
+from rollout_workers.engine import EngineSettings
+from rollout_workers.worker import RolloutWorker
+
+logger = logging.getLogger(__name__)
+
+REWARD_CONCURRENCY = 8  # groups that one reward actor judges at once
+
+
+class Cluster:
+    """`learner` is None for a run that only evaluates."""
+
+    def __init__(self, prepared: Prepared, *, on_change: Callable[[], None], training: bool = True) -> None:
+        self._prepared = prepared
+        self._on_change = on_change
+        self._training = training
+        self._started_ray = False
+        self._group: Any = None
+        self.learner: LearnerGroup | None = None
+
+    async def __aenter__(self) -> Cluster:
+        try:
+            await self._enter()
+        except BaseException:
+            await self._leave()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._leave()
+
+    async def _enter(self) -> None:
+        config = self._prepared.config
+        await asyncio.to_thread(self._join_ray)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self.placement = plan(config, nodes)
+        if not self._training:
+            self.placement = dataclasses.replace(self.placement, learners=0)
+        self._group = ray.util.placement_group(self.placement.bundles, strategy="PACK")
+        try:
+            await asyncio.wait_for(self._group.ready(), config.rollout.start_timeout_s)
+        except TimeoutError as error:
+            raise FleetError(
+                f"the cluster did not free {self.placement.bundles} within rollout.start_timeout_s="
+                f"{config.rollout.start_timeout_s:.0f}; available: {ray.available_resources()}"
+            ) from error
+        transport = config.rollout.weights.transport
+        if transport == "auto":
+            transport = (
+                "nccl" if self.placement.device == "gpu" and not self.placement.shared else "shared_memory"
+            )
+        self.rollouts = self._rollout_fleet(transport)
+        self.rewards = self._reward_fleet(self._prepared.rewards)
+        self.checker = self._reward_fleet(self._prepared.checker) if self._prepared.checker else None
+        timeout_s = config.rollout.start_timeout_s
+        starting = [self.rollouts.start(0), self.rewards.start(timeout_s)]
+        if self.checker is not None:
+            starting.append(self.checker.start(timeout_s))
+        if self._training:
+            self.learner = self._learner_group()
+            starting.append(self._start_learner(self.learner))
+        tasks = [asyncio.ensure_future(start) for start in starting]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _start_learner(self, learner: LearnerGroup) -> None:
+        parameters = await learner.start()
+        logger.info("learner: %d rank(s), %.1f M trainable parameters", len(learner), parameters / 1e6)
+
+    def _join_ray(self) -> None:
+        if ray.is_initialized():
+            return
+        address = self._prepared.config.placement.ray_address
+        runtime_env = {
+            "env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH")]))}
+        }
+        ray.init(
+            address=address,
+            include_dashboard=False,
+            log_to_driver=False,  # actors' output is in Ray's session logs, linked from the run's folder
+            logging_level=logging.WARNING,
+            runtime_env=runtime_env if address else None,
+        )
+        self._started_ray = True
+
+    def link_logs(self, folder: Path) -> None:
+        """Make the actors' logs findable from the run's folder (where Ray runs on this machine)."""
+        session = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs"
+        link = folder / "ray"
+        if session.is_dir():
+            link.unlink(missing_ok=True)
+            link.symlink_to(session)
+
+    def _rollout_fleet(self, transport: str) -> RolloutFleet:
+        config, placement = self._prepared.config, self.placement
+        r = config.rollout
+        actor = ray.remote(RolloutWorker)
+
+        def make_actor(index: int) -> Any:
+            settings = EngineSettings(
+                model_path=self._prepared.model_path,
+                dtype=config.model.dtype,
+                device=placement.device,
+                max_model_tokens=r.max_prompt_tokens
+                + max(r.max_response_tokens, config.eval.max_response_tokens or 0),
+                max_concurrent_answers=r.max_concurrent_answers,
+                seed=engine_seed(config.run.seed, index),
+                transport=transport,
+                tensor_parallel_size=r.tensor_parallel_size,
+                kv_cache_mib=r.kv_cache_mib,
+                gpu_memory_utilization=r.gpu_memory_utilization,
+                enforce_eager=r.enforce_eager,
+                engine_options=r.engine_options,
+            )
+            options = actor_options(placement, self._group, index)
+            # Enough room for every answer of a batch at once, besides probes and weights.
+            return actor.options(max_concurrency=10_000, **options).remote(
+                settings, config.model.chat_template_kwargs
+            )
+
+        return RolloutFleet(
+            make_actor,
+            placement.rollouts,
+            transport=transport,
+            workers_per_engine=r.tensor_parallel_size,
+            start_timeout_s=r.start_timeout_s,
+            weights_timeout_s=r.weights.timeout_s,
+            retries=r.retries,
+            max_restarts=r.max_restarts,
+            on_change=self._on_change,
+        )
+
+    def _reward_fleet(self, rewards: RewardSet) -> RewardFleet:
+        config = self._prepared.config
+        worker = RewardWorker(rewards, timeout_s=config.reward.timeout_s, retries=config.reward.retries)
+        deadline_s = worker.deadline_s(max(config.sampling.answers_per_group, config.eval.answers_per_prompt))
+        worker.close()
+        actor = ray.remote(RewardWorker).options(
+            num_cpus=0, max_concurrency=REWARD_CONCURRENCY, max_restarts=-1, max_task_retries=0
+        )
+        actors = [
+            actor.remote(rewards, timeout_s=config.reward.timeout_s, retries=config.reward.retries)
+            for _ in range(config.reward.workers)
+        ]
+        alarm = ErrorAlarm(config.reward.max_error_ratio)
+        return RewardFleet(actors, deadline_s=deadline_s, tries=1 + config.reward.retries, alarm=alarm)
+
+    def _learner_group(self) -> LearnerGroup:
+        config, placement = self._prepared.config, self.placement
+        first = placement.rollouts
+        options = [actor_options(placement, self._group, first + rank) for rank in range(placement.learners)]
+        return LearnerGroup(
+            learner_settings(self._prepared, placement),
+            options,
+            start_timeout_s=config.learner.start_timeout_s,
+            timeout_s=config.learner.step_timeout_s,
+        )
+
+    async def _leave(self) -> None:
+        if not ray.is_initialized():
+            return
+        for name in ("rollouts", "rewards", "checker", "learner"):
+            part = getattr(self, name, None)
+            if part is not None:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    await part.close()
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+        if self._started_ray:
+            await asyncio.to_thread(ray.shutdown)
+
+
+def learner_settings(prepared: Prepared, placement: Placement) -> LearnerSettings:
+    """What the ranks are started with."""
+    config = prepared.config
+    a, l, m = config.algorithm, config.learner, config.model
+    return LearnerSettings(
+        policy=PolicySettings(
+            model_path=prepared.model_path,
+            dtype=m.dtype,
+            lora_rank=m.lora.rank,
+            lora_alpha=m.lora.alpha,
+            lora_targets=m.lora.targets,
+            gradient_checkpointing=l.gradient_checkpointing,
+            chunk_tokens=l.logprob_chunk_tokens,
+            entropy_gradient=a.entropy_coefficient != 0,
+            seed=config.run.seed,
+        ),
+        objective=objective(a),
+        device=placement.device,
+        temperature=config.rollout.temperature,
+        zero_stage=l.zero_stage,
+        learning_rate=l.learning_rate,
+        total_optimizer_steps=config.run.batches * a.updates_per_batch * a.epochs_per_batch,
+        warmup_steps=l.warmup_steps,
+        schedule=l.schedule,
+        weight_decay=l.weight_decay,
+        adam_betas=(l.adam_beta1, l.adam_beta2),
+        max_grad_norm=l.max_grad_norm,
+        offload=l.offload,
+        recompute_proximal=a.proximal == "recompute",
+        threads=placement.learner_threads if placement.device == "cpu" else None,
+        bucket_bytes=config.rollout.weights.bucket_mib * 2**20,
+    )
+
+
+def engine_seed(base: int, replica: int) -> int:
+    """Distinct for every engine of a run, equal for the tensor-parallel workers of one."""
+    return (base * 1_000_003 + replica * 7_919 + 1) % 2**31

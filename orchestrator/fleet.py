@@ -1,0 +1,453 @@
+"""Rollout and reward actors as two fleets: who is healthy, who gets the next group, what happens when one dies.
+
+Contract of the rollout fleet:
+- A request goes to the healthy actor with the fewest answers outstanding. When the actor is lost or does not answer in
+  time, the members without an answer go to another one, at most `retries` times; after that they are reported as
+  failed, never invented.
+- An actor that was lost is replaced (at most `max_restarts` times each) and serves again only after it acknowledged the
+  current weight version: it waits in `awaiting_weights` until the next publish or `admit`.
+- A broadcast goes to the members of this moment, and is complete when every one of them acknowledged the version with
+  the right checksum for every tensor. One that is lost during a broadcast is replaced; one that received wrong weights
+  stops the run.
+Every await has a deadline whose error names the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+from learner.rank_group import LearnerGroup
+from reward_workers.alarm import ErrorAlarm
+from rollout_workers.engine import EngineDied
+from rollout_workers.trajectory import RewardResult, Status
+from rollout_workers.weights.manifest import Manifest
+from rollout_workers.worker import MemberReport, RolloutReport, RolloutRequest
+
+logger = logging.getLogger(__name__)
+
+SLACK_S = 30.0  # on top of a deadline that the actor itself keeps
+LOST = (RayActorError, ObjectLostError)
+
+
+class FleetError(RuntimeError):
+    """No actor is left to do the work, or one broke its contract; the message names it."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Where members of a group lie: an object reference, and which position holds which member."""
+
+    reference: Any
+    positions: Mapping[int, int]  # member index -> position in the payload
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What became of one request: a report for each member, and where the trajectories are."""
+
+    members: tuple[MemberReport, ...]
+    payloads: tuple[Payload, ...]
+    replica: str
+
+
+@dataclass(frozen=True)
+class BroadcastReport:
+    """A finished broadcast: `pause_s` is the longest standstill of an engine, `total_s` the whole."""
+
+    manifest: Manifest
+    pause_s: float
+    total_s: float
+
+
+@dataclass
+class _Replica:
+    name: str
+    index: int
+    handle: Any = None
+    state: str = "starting"  # starting | awaiting_weights | serving | dead
+    outstanding: int = 0
+    restarts: int = 0
+    answers: int = 0
+    revival: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class RolloutFleet:
+    """`make_actor(index)` creates the actor of one replica; it is called again when that has to be replaced."""
+
+    def __init__(
+        self,
+        make_actor: Callable[[int], Any],
+        count: int,
+        *,
+        transport: str,
+        workers_per_engine: int,
+        start_timeout_s: float,
+        weights_timeout_s: float,
+        retries: int,
+        max_restarts: int,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._make_actor = make_actor
+        self._transport = transport
+        self._workers_per_engine = workers_per_engine
+        self._connected: list[Any] = []  # actors in the NCCL group
+        self._start_timeout_s = start_timeout_s
+        self._weights_timeout_s = weights_timeout_s
+        self._retries = retries
+        self._max_restarts = max_restarts
+        self._on_change = on_change
+        self._replicas = [_Replica(f"rollout-{i}", i) for i in range(count)]
+        self._serving = asyncio.Condition()
+        self._fatal: FleetError | None = None
+        self.retried_answers = 0
+        self.version = 0
+
+    # Life and death
+
+    async def start(self, version: int) -> None:
+        """Start every actor; they hold the starting model's weights, which count as `version`."""
+        self.version = version
+        await asyncio.gather(*(self._start(replica) for replica in self._replicas))
+        for replica in self._replicas:
+            replica.state = "serving"
+
+    async def _start(self, replica: _Replica) -> None:
+        replica.handle = self._make_actor(replica.index)
+        await self._call(replica, replica.handle.start.remote(self.version), self._start_timeout_s, "start")
+
+    def _lose(self, replica: _Replica, reason: str) -> None:
+        """Take a replica out of service and replace it in the background."""
+        import ray
+
+        if replica.state in ("dead", "starting"):
+            return
+        logger.warning("%s is lost: %s", replica.name, reason)
+        ray.kill(replica.handle)  # its engine process goes with it
+        replica.state, replica.outstanding = "dead", 0
+        if replica.restarts >= self._max_restarts:
+            if all(r.state == "dead" and r.revival is None for r in self._replicas):
+                self._fatal = FleetError(
+                    f"no rollout actor is left: {replica.name} was lost {replica.restarts + 1} times "
+                    f"(rollout.max_restarts={self._max_restarts}), at last because {reason}"
+                )
+                self._on_change()
+            return
+        replica.restarts += 1
+        replica.revival = asyncio.create_task(self._revive(replica))
+
+    async def _revive(self, replica: _Replica) -> None:
+        replica.state = "starting"
+        try:
+            await self._start(replica)
+        except (FleetError, *LOST, RayTaskError) as error:
+            replica.revival, replica.state = None, "awaiting_weights"
+            self._lose(replica, f"it did not start again: {error}")
+            return
+        replica.revival, replica.state = None, "awaiting_weights"
+        logger.info("%s is back and waits for the current weights", replica.name)
+        self._on_change()
+
+    def check(self) -> None:
+        """Raise what can't be mended."""
+        if self._fatal is not None:
+            raise self._fatal
+
+    @property
+    def awaiting_weights(self) -> bool:
+        return any(r.state == "awaiting_weights" for r in self._replicas)
+
+    async def close(self) -> None:
+        """End every actor; engines get a moment to shut down by themselves."""
+        import ray
+
+        for replica in self._replicas:
+            if replica.revival is not None:
+                replica.revival.cancel()
+        closings = [
+            asyncio.wait_for(replica.handle.close.remote(), SLACK_S)
+            for replica in self._replicas
+            if replica.state in ("serving", "awaiting_weights")
+        ]
+        for outcome in await asyncio.gather(*closings, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                logger.warning("a rollout actor did not close cleanly: %r", outcome)
+        for replica in self._replicas:
+            if replica.handle is not None:
+                ray.kill(replica.handle)
+
+    # Work
+
+    async def generate(self, request: RolloutRequest) -> Generated:
+        """Answer every member of the request that can be answered; the rest are reported with their error."""
+        members: dict[int, MemberReport] = {}
+        payloads: list[Payload] = []
+        replica_name = ""
+        for attempt in range(self._retries + 1):
+            missing = tuple(i for i in request.indexes if i not in members or members[i].error)
+            if not missing:
+                break
+            if attempt:
+                self.retried_answers += len(missing)
+            replica = await self._pick(request.timeout_s + self._start_timeout_s)
+            replica_name = replica.name
+            part = replace(request, indexes=missing, attempt=request.attempt * (self._retries + 1) + attempt)
+            report, reference, error = await self._ask(replica, part)
+            if report is None:
+                members |= {i: MemberReport(i, None, error=error) for i in missing}
+                continue
+            members |= {member.index: member for member in report.members}
+            positions = {m.index: m.position for m in report.members if m.position is not None}
+            if positions:
+                payloads.append(Payload(reference, positions))
+        return Generated(tuple(members[i] for i in request.indexes), tuple(payloads), replica_name)
+
+    async def _pick(self, timeout_s: float) -> _Replica:
+        """The serving replica with the fewest answers outstanding; waits while none serves."""
+        try:
+            async with asyncio.timeout(timeout_s), self._serving:
+                await self._serving.wait_for(
+                    lambda: self._fatal is not None or any(r.state == "serving" for r in self._replicas)
+                )
+        except TimeoutError as error:
+            states = ", ".join(f"{r.name} {r.state}" for r in self._replicas)
+            raise FleetError(f"no rollout actor served within {timeout_s:.0f} s: {states}") from error
+        self.check()
+        return min((r for r in self._replicas if r.state == "serving"), key=lambda r: r.outstanding)
+
+    async def _ask(self, replica: _Replica, request: RolloutRequest) -> tuple[RolloutReport | None, Any, str]:
+        import ray
+
+        count = len(request.indexes)
+        handle = replica.handle
+        replica.outstanding += count
+        report_ref, payload_ref = handle.generate.options(num_returns=2).remote(request)
+        try:
+            report = await asyncio.wait_for(report_ref, request.timeout_s + SLACK_S)
+            replica.answers += count
+            return report, payload_ref, ""
+        except TimeoutError:
+            ray.cancel(report_ref)
+            reason = f"it did not answer group {request.group_id} within {request.timeout_s + SLACK_S:.0f} s"
+        except LOST as error:
+            reason = str(error).splitlines()[0]
+        except RayTaskError as error:
+            if not isinstance(error.cause, EngineDied):
+                raise
+            reason = str(error.cause)
+        finally:
+            if replica.handle is handle:
+                replica.outstanding = max(0, replica.outstanding - count)
+        if replica.handle is handle:
+            self._lose(replica, reason)
+        return None, None, f"{replica.name} was lost: {reason}"
+
+    async def logprobs(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
+        """Every serving engine's logprobs (temperature 1) of the given texts, by replica name."""
+        serving = [r for r in self._replicas if r.state == "serving"]
+        answers = await asyncio.gather(
+            *(
+                self._call(r, r.handle.logprobs.remote(sequences), self._weights_timeout_s, "logprobs")
+                for r in serving
+            )
+        )
+        return {replica.name: answer for replica, answer in zip(serving, answers, strict=True)}
+
+    # Weights
+
+    async def broadcast(self, learner: LearnerGroup, version: int) -> BroadcastReport:
+        """Give `version`, the learner's current weights, to every living member; returns when all acknowledged."""
+        began = time.monotonic()
+        members = [r for r in self._replicas if r.state in ("serving", "awaiting_weights")]
+        if not members:
+            await self._wait_for_a_member()
+            members = [r for r in self._replicas if r.state in ("serving", "awaiting_weights")]
+        if self._transport == "nccl":
+            manifest, pauses = await self._broadcast_nccl(learner, version, members)
+        else:
+            manifest, pauses = await self._broadcast_buckets(learner, version, members)
+        self.version = version
+        async with self._serving:
+            for replica in members:
+                if replica.state == "awaiting_weights":
+                    replica.state = "serving"
+            self._serving.notify_all()
+        return BroadcastReport(manifest, max(pauses, default=0.0), time.monotonic() - began)
+
+    async def _wait_for_a_member(self) -> None:
+        revivals = [r.revival for r in self._replicas if r.revival is not None]
+        if revivals:
+            await asyncio.wait(revivals, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        self.check()
+
+    async def _broadcast_buckets(
+        self, learner: LearnerGroup, version: int, members: Sequence[_Replica]
+    ) -> tuple[Manifest, list[float]]:
+        """Buckets reach each actor while its engine still generates; only loading them makes it pause."""
+        deliveries: list[asyncio.Task[Any]] = []
+        manifest: Manifest | None = None
+        async with asyncio.timeout(self._weights_timeout_s):
+            async for item in learner.export_weights(version):
+                if isinstance(item, Manifest):
+                    manifest = item
+                    break
+                for replica in members:
+                    reference = replica.handle.add_bucket.remote(item)
+                    deliveries.append(asyncio.create_task(self._deliver(replica, reference)))
+            await asyncio.gather(*deliveries)
+        assert manifest is not None
+        pauses = await asyncio.gather(
+            *(
+                self._acknowledge(r, r.handle.update.remote(version), manifest)
+                for r in members
+                if r.state != "dead"
+            )
+        )
+        return manifest, [pause for pause in pauses if pause is not None]
+
+    async def _deliver(self, replica: _Replica, reference: Any) -> None:
+        try:
+            await self._call(replica, reference, self._weights_timeout_s, "receive weights")
+        except LOST as error:
+            self._lose(replica, str(error).splitlines()[0])
+
+    async def _acknowledge(self, replica: _Replica, reference: Any, manifest: Manifest) -> float | None:
+        """Wait until the replica serves the version, and compare what it received; None if it was lost instead."""
+        if replica.state not in ("serving", "awaiting_weights"):
+            return None
+        try:
+            report = await self._call(replica, reference, self._weights_timeout_s, "load weights")
+        except LOST as error:
+            self._lose(replica, str(error).splitlines()[0])
+            return None
+        manifest.check(report.received, replica.name)
+        return report.pause_s
+
+    async def _broadcast_nccl(
+        self, learner: LearnerGroup, version: int, members: Sequence[_Replica]
+    ) -> tuple[Manifest, list[float]]:
+        """vLLM's NCCL transport: engines receive while the learner sends, in a group formed anew when members change."""
+        handles = [replica.handle for replica in members]
+        if handles != self._connected:
+            await self._connect_nccl(learner, members)
+            self._connected = handles
+        info = await learner.nccl_metadata()
+        receiving = [asyncio.ensure_future(r.handle.receive.remote(version, info)) for r in members]
+        manifest = await learner.send_nccl(version)
+        pauses = []
+        for replica, future in zip(members, receiving, strict=True):
+            report = await self._call(replica, future, self._weights_timeout_s, "receive weights")
+            manifest.check(report.received, replica.name)
+            pauses.append(report.pause_s)
+        return manifest, pauses
+
+    async def _connect_nccl(self, learner: LearnerGroup, members: Sequence[_Replica]) -> None:
+        """The learner's rank 0 is rank 0 of the group; each engine's workers follow."""
+        common = await learner.nccl_rendezvous()
+        common |= {"world_size": 1 + self._workers_per_engine * len(members)}
+        leaving = [r for r in members if r.handle in self._connected]
+        await asyncio.gather(
+            *(
+                self._call(r, r.handle.disconnect.remote(), self._weights_timeout_s, "leave the group")
+                for r in leaving
+            )
+        )
+        joins = [
+            self._call(
+                replica,
+                replica.handle.connect.remote(
+                    {**common, "packed": True, "rank_offset": 1 + self._workers_per_engine * number}
+                ),
+                self._start_timeout_s,
+                "join the weight-transfer group",
+            )
+            for number, replica in enumerate(members)
+        ]
+        await asyncio.gather(learner.connect_nccl(common), *joins)
+
+    # Calls
+
+    async def _call(self, replica: _Replica, reference: Any, timeout_s: float, what: str) -> Any:
+        try:
+            return await asyncio.wait_for(reference, timeout_s)
+        except TimeoutError as error:
+            raise FleetError(f"{replica.name} did not {what} within {timeout_s:.0f} s") from error
+
+    def metrics(self) -> dict[str, float]:
+        values: dict[str, float] = {"rollout/retries": self.retried_answers}
+        for replica in self._replicas:
+            values[f"rollout/{replica.name}/answers"] = replica.answers
+            values[f"rollout/{replica.name}/restarts"] = replica.restarts
+        return values
+
+
+class RewardFleet:
+    """Reward actors: each group goes to the least loaded one; an actor that dies is restarted by Ray and asked again."""
+
+    def __init__(self, actors: Sequence[Any], *, deadline_s: float, tries: int, alarm: ErrorAlarm) -> None:
+        self._actors = list(actors)
+        self._outstanding = [0] * len(self._actors)
+        self._deadline_s = deadline_s
+        self._tries = tries
+        self._alarm = alarm
+
+    async def start(self, timeout_s: float) -> None:
+        """Load the reward functions everywhere. Raises what a function's import raises."""
+        for index, reference in enumerate([actor.start.remote() for actor in self._actors]):
+            try:
+                await asyncio.wait_for(reference, timeout_s)
+            except TimeoutError as error:
+                raise FleetError(f"reward-{index} did not start within {timeout_s:.0f} s") from error
+
+    async def score(
+        self, trajectories: Any, columns: Mapping[str, Any], names: Sequence[str] | None, text: str | None
+    ) -> list[RewardResult]:
+        """Verdicts on the trajectories behind a reference, in order. Raises FleetError when too many are failures."""
+        reason = ""
+        for _ in range(self._tries):
+            index = min(range(len(self._actors)), key=lambda i: self._outstanding[i])
+            self._outstanding[index] += 1
+            try:
+                results: list[RewardResult] = await asyncio.wait_for(
+                    self._actors[index].score_group.remote(trajectories, columns, names, text),
+                    self._deadline_s,
+                )
+            except TimeoutError:
+                reason = f"reward-{index} did not answer within {self._deadline_s:.0f} s"
+            except LOST as error:
+                reason = f"reward-{index} was lost: {str(error).splitlines()[0]}"
+            else:
+                alarm = self._alarm.add(results)
+                if alarm is not None:
+                    raise FleetError(f"reward.max_error_ratio: {alarm}")
+                return results
+            finally:
+                self._outstanding[index] -= 1
+            logger.warning("%s", reason)
+        raise RewardsLost(reason)
+
+    async def close(self) -> None:
+        import ray
+
+        closings = [asyncio.wait_for(actor.close.remote(), SLACK_S) for actor in self._actors]
+        for outcome in await asyncio.gather(*closings, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                logger.warning("a reward actor did not close cleanly: %r", outcome)
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+class RewardsLost(RuntimeError):
+    """No reward actor could judge the group."""
+
+
+def lost_rewards(count: int, reason: str) -> list[RewardResult]:
+    """Verdicts of a group that no actor could judge: a status, never a number."""
+    return [RewardResult(None, Status.ERRORED, detail={"worker": {"error": reason}}) for _ in range(count)]

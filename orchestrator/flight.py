@@ -1,0 +1,103 @@
+"""One dispatched group on its way, as the driver knows it: metadata and references, never token data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.journal import Outcome
+from orchestrator.prompts import Prompt
+from orchestrator.sampling_types import Member
+from rollout_workers.trajectory import RewardResult, Status
+from rollout_workers.worker import MemberReport
+
+
+@dataclass
+class Flight:
+    """`payload` refers to the trajectories of the members that have one, ordered by member index."""
+
+    group_id: str
+    prompt: Prompt
+    size: int
+    dispatched_at_version: int
+    dispatched_at: float = field(default_factory=time.time)
+    generated_at: float | None = None
+    scored_at: float | None = None
+    payload: Any = None
+    reports: dict[int, MemberReport] = field(default_factory=dict)
+    results: dict[int, RewardResult] = field(default_factory=dict)
+
+    @property
+    def answered(self) -> list[int]:
+        """Members that have a trajectory, in the payload's order."""
+        return sorted(index for index, report in self.reports.items() if report.error is None)
+
+    def position(self, index: int) -> int:
+        return self.answered.index(index)
+
+    def judge(self, results: Sequence[RewardResult]) -> None:
+        self.results = dict(zip(self.answered, results, strict=True))
+        self.scored_at = time.time()
+
+    def members(self, filter_on: str) -> list[Member]:
+        """What the queue is told. A member without an answer is errored; a failure is never a number."""
+        members = []
+        for index in range(self.size):
+            report, result = self.reports[index], self.results.get(index)
+            if result is None:
+                members.append(Member(index, Status.ERRORED))
+                continue
+            members.append(
+                Member(
+                    index,
+                    result.status,
+                    result.value,
+                    result.components.get(filter_on, result.value),
+                    report.token_versions,
+                    report.response_length,
+                    report.truncated,
+                )
+            )
+        return members
+
+    def outcome(self, fate: str, reason: str) -> Outcome:
+        return Outcome(
+            group_id=self.group_id,
+            prompt_id=self.prompt.prompt_id,
+            epoch=self.prompt.epoch,
+            outcome=fate,
+            reward_values=[self._value(index) for index in range(self.size)],
+            response_lengths=[self._length(index) for index in range(self.size)],
+            dispatched_at_version=self.dispatched_at_version,
+            dispatched_at=self.dispatched_at,
+            settled_at=time.time(),
+            reason=reason,
+        )
+
+    def _value(self, index: int) -> float | None:
+        result = self.results.get(index)
+        return None if result is None else result.value
+
+    def _length(self, index: int) -> int:
+        report = self.reports.get(index)
+        return 0 if report is None else report.response_length
+
+    def journal_row(
+        self, index: int, *, payload: int, trained: bool, advantage: float | None, extra: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The fields of a journal row that the driver knows (`orchestrator.payloads.write_shard` adds the tokens)."""
+        return {
+            "payload": payload,
+            "index": index,
+            "reward": self.results[index],
+            "epoch": self.prompt.epoch,
+            "trained": trained,
+            "advantage": advantage,
+            "dispatched_at_version": self.dispatched_at_version,
+            "dispatched_at": self.dispatched_at,
+            "generated_at": self.generated_at,
+            "scored_at": self.scored_at,
+            **extra,
+        }

@@ -1,0 +1,146 @@
+"""Where actors go, and whether they fit: checked against the cluster before anything is started.
+
+Every rollout actor gets one bundle of one node (its tensor-parallel devices are never split over nodes), every learner
+rank one. In `split` mode engines and learner have devices of their own; in `shared` mode they take turns, so both claim
+half of each: on GPUs that is Ray's fractional GPU, on CPUs the threads overlap.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.config import Config, ConfigError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Resources of each actor, and the threads of each CPU engine and rank."""
+
+    device: str  # cpu | gpu
+    shared: bool
+    rollout_bundle: dict[str, float]
+    learner_bundle: dict[str, float]
+    rollouts: int
+    learners: int
+    rollout_threads: int
+    learner_threads: int
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """Rollout actors first, then learner ranks."""
+        return [self.rollout_bundle] * self.rollouts + [self.learner_bundle] * self.learners
+
+
+def plan(config: Config, nodes: list[dict[str, float]]) -> Placement:
+    """Lay the run out over `nodes` (each node's resources as Ray reports them).
+
+    Raises ConfigError, with what was asked and what is there, when it does not fit.
+    """
+    gpus = sum(node.get("GPU", 0) for node in nodes)
+    cpus = int(sum(node.get("CPU", 0) for node in nodes))
+    device = config.placement.device
+    if device == "auto":
+        device = "gpu" if gpus else "cpu"
+    shared = config.placement.mode == "shared"
+    replicas, ranks = config.rollout.replicas, config.learner.ranks
+    if device == "gpu":
+        return _on_gpus(config, nodes, shared=shared)
+    if config.rollout.weights.transport == "nccl":
+        raise ConfigError(
+            "rollout.weights.transport=nccl needs GPUs, and placement.device is cpu; leave it at auto"
+        )
+    if shared:
+        rollout_threads = config.rollout.threads or max(1, cpus // replicas)
+        learner_threads = config.learner.threads or max(1, cpus // ranks)
+        asked = max(rollout_threads * replicas, learner_threads * ranks)
+    else:
+        each = max(1, cpus // (replicas + ranks))
+        rollout_threads = config.rollout.threads or each
+        learner_threads = config.learner.threads or each
+        asked = rollout_threads * replicas + learner_threads * ranks
+    if asked > cpus:
+        raise ConfigError(
+            f"the run asks for {asked} CPU cores (rollout.replicas={replicas} with {rollout_threads} threads, "
+            f"learner.ranks={ranks} with {learner_threads} threads, placement.mode={config.placement.mode}), "
+            f"the cluster has {cpus}"
+        )
+    share = 0.5 if shared else 1.0
+    return Placement(
+        device="cpu",
+        shared=shared,
+        rollout_bundle={"CPU": rollout_threads * share},
+        learner_bundle={"CPU": learner_threads * share},
+        rollouts=replicas,
+        learners=ranks,
+        rollout_threads=rollout_threads,
+        learner_threads=learner_threads,
+    )
+
+
+def _on_gpus(config: Config, nodes: list[dict[str, float]], *, shared: bool) -> Placement:
+    replicas, ranks, width = (
+        config.rollout.replicas,
+        config.learner.ranks,
+        config.rollout.tensor_parallel_size,
+    )
+    there = [int(node.get("GPU", 0)) for node in nodes]
+    if width > max(there, default=0):
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={width} needs that many GPUs on one node, the largest has {max(there, default=0)}"
+        )
+    asked = max(replicas * width, ranks) if shared else replicas * width + ranks
+    # An engine's devices lie on one node: what a node has beyond whole engines can only serve learner ranks.
+    engines = sum(count // width for count in there)
+    if asked > sum(there) or replicas > engines:
+        raise ConfigError(
+            f"the run asks for {asked} GPUs (rollout.replicas={replicas} x rollout.tensor_parallel_size={width}, "
+            f"learner.ranks={ranks}, placement.mode={config.placement.mode}); the cluster has {sum(there)}, "
+            f"room for {engines} engines of that size"
+        )
+    share = 0.5 if shared else 1.0
+    return Placement(
+        device="gpu",
+        shared=shared,
+        rollout_bundle={"GPU": width * share, "CPU": 1.0},
+        learner_bundle={"GPU": share, "CPU": 1.0},
+        rollouts=replicas,
+        learners=ranks,
+        rollout_threads=1,
+        learner_threads=1,
+    )
+
+
+def actor_environment(threads: int, device: str) -> dict[str, str]:
+    """Environment of an engine's or rank's process: threads, and no surprises from the outside."""
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if device == "cpu":
+        environment |= {
+            "DS_ACCELERATOR": "cpu",
+            # The executor lives in the engine's process: seconds less to start, and OMP_NUM_THREADS holds. Without
+            # `nobind`, two engines of one machine would both bind core 0.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    return environment
+
+
+def actor_options(placement: Placement, group: Any, index: int) -> dict[str, Any]:
+    """Ray options of the actor in bundle `index` of the placement group."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    bundle = placement.bundles[index]
+    rollout = index < placement.rollouts
+    threads = placement.rollout_threads if rollout else placement.learner_threads
+    return {
+        "num_cpus": bundle.get("CPU", 0),
+        "num_gpus": bundle.get("GPU", 0),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        "runtime_env": {"env_vars": actor_environment(threads, placement.device)},
+    }

@@ -1,0 +1,113 @@
+"""Everything that can be known before an engine starts: model, prompts, rewards and their fit to each other.
+
+`prepare` either returns what a run needs or raises an error that names the key, file or row at fault. It starts no
+process and writes nothing but the user's model cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.config import Config, ConfigError, RewardFunctionConfig, SourceConfig
+from orchestrator.models import resolve_model
+from orchestrator.prompts import PromptSource, load_sources, refuse_long_prompts, require_batch
+from reward_workers.function import RewardFunction, RewardFunctionError
+from reward_workers.reward import RewardSet
+from rollout_workers.chat import ChatTemplate
+
+logger = logging.getLogger(__name__)
+
+CHECKER = "checker"
+UserReward = Callable[..., Any] | Sequence[Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    config: Config
+    model_path: str
+    chat: ChatTemplate
+    train: list[PromptSource]
+    evaluation: list[PromptSource]
+    rewards: RewardSet
+    checker: RewardSet | None  # None: nothing is evaluated
+
+    @property
+    def filter_on(self) -> str:
+        """The component that must differ within a group."""
+        return self.config.sampling.filter_on or self.rewards.primary
+
+
+def prepare(config: Config, reward: UserReward | None = None, *, training: bool = True) -> Prepared:
+    """Load and check. `reward` is what a Python caller passed instead of `reward.functions`."""
+    model_path = str(resolve_model(config.model.path))
+    chat = ChatTemplate.from_pretrained(model_path, config.model.chat_template_kwargs)
+    rewards = _rewards(config, reward)
+    train = load_sources(config.data.train, "train") if training else []
+    evaluation = load_sources(config.data.eval, "eval") if config.data.eval else []
+    if training:
+        if not train:
+            raise ConfigError(
+                "data.train: no source of prompts; give data.train.NAME.path or data.train.NAME.generator"
+            )
+        require_batch(train, config.sampling.groups_per_batch)
+    for source in [*train, *evaluation]:
+        refuse_long_prompts(source, chat, config.rollout.max_prompt_tokens)
+    for source in train:
+        _check_columns(source, rewards, "data.train")
+    checker = _checker(config, rewards) if evaluation else None
+    if checker is not None:
+        for source in evaluation:
+            _check_columns(source, checker, "data.eval")
+    return Prepared(config, model_path, chat, train, evaluation, rewards, checker)
+
+
+def _rewards(config: Config, reward: UserReward | None) -> RewardSet:
+    try:
+        if reward is not None:
+            return RewardSet.of(reward)
+        if not config.reward.functions:
+            raise ConfigError(
+                "reward.functions: no reward function; give reward.functions.NAME.path=module.function"
+            )
+        functions = [_function(name, item) for name, item in config.reward.functions.items()]
+        return RewardSet(tuple(functions), config.reward.primary)
+    except RewardFunctionError as error:
+        raise ConfigError(f"reward.functions: {error}") from error
+
+
+def _function(name: str, config: RewardFunctionConfig) -> RewardFunction:
+    return RewardFunction(name, config.path, config.weight, dict(config.options))
+
+
+def _checker(config: Config, rewards: RewardSet) -> RewardSet:
+    if config.eval.checker is None:
+        logger.warning(
+            "eval.checker is not set: evaluation uses the training reward %r, which can't notice that it is being gamed",
+            rewards.primary,
+        )
+        return RewardSet(rewards.select([rewards.primary]))
+    try:
+        return RewardSet((_function(CHECKER, config.eval.checker),))
+    except RewardFunctionError as error:
+        raise ConfigError(f"eval.checker: {error}") from error
+
+
+def _check_columns(source: PromptSource, rewards: RewardSet, key: str) -> None:
+    """The columns that a source's rows have must be enough for the functions that judge them."""
+    columns: set[str] = set()
+    for prompt in source:
+        columns |= prompt.columns.keys()
+    names = source.config.reward if key == "data.train" else None
+    try:
+        rewards.check_columns(columns, names)
+    except ValueError as error:
+        raise ConfigError(f"{key}.{source.name}: {error}") from error
+
+
+def source_of(data: Any) -> dict[str, SourceConfig]:
+    """A Python caller's `data`: a path or hub id, or a mapping of names to paths."""
+    named = data if isinstance(data, dict) else {"main": data}
+    return {name: SourceConfig(path=str(path)) for name, path in named.items()}

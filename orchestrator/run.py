@@ -1,0 +1,528 @@
+"""The run: one loop of explicit phases (dispatch, collect, learn, publish) around the sampling queue.
+
+`Run.loop` is the whole algorithm. Groups fly on their own (`_fly`: generate, score, tell the queue), so while the
+learner works, generation goes on exactly as far as the queue's admission allows: `staleness.max=0` makes the loop
+synchronous, more makes it asynchronous, and nothing else differs.
+
+Every event of the queue goes through `_carry_out`, which keeps prompt frontier, journal and queue in step: an outcome is
+recorded at the moment the queue decides it, and a checkpoint is a snapshot between two awaits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError, RayTaskError
+
+from orchestrator.batching import LearningPlan, plan_learning
+from orchestrator.checkpoint import Cadence, Checkpoint, CheckpointStore, restore_rng, rng_state
+from orchestrator.cluster import Cluster
+from orchestrator.config import Config
+from orchestrator.console import Console, ConsoleState, Sample
+from orchestrator.evaluation import Evaluator, SetResult, metrics_of
+from orchestrator.fleet import BroadcastReport, RewardsLost, lost_rewards
+from orchestrator.flight import Flight
+from orchestrator.journal import JOURNAL, Outcome, write_outcomes
+from orchestrator.payloads import completions, merged, write_shard
+from orchestrator.prepare import Prepared
+from orchestrator.probe import Probe
+from orchestrator.prompts import Prompt, PromptStream
+from orchestrator.reporting import BatchReport, queue_gauges
+from orchestrator.sampling_queue import SamplingQueue
+from orchestrator.sampling_types import (
+    Batch,
+    Commands,
+    Done,
+    OfferAgain,
+    OnStarved,
+    QueueSettings,
+    Resample,
+    Stage,
+    Starvation,
+)
+from orchestrator.sinks import Recorder, WandbSink
+from rollout_workers.worker import RolloutRequest, SamplingSettings
+
+logger = logging.getLogger(__name__)
+
+PROBE_TEXTS = 2
+PROBE_TOKENS = 64
+
+
+class Starved(RuntimeError):
+    """The data can't fill a batch and sampling.on_starved=error."""
+
+
+class NoProgress(RuntimeError):
+    """Nothing happened for run.watchdog_s; the message is a dump of the queue."""
+
+
+class Run:
+    """One process's part of a run: from a fresh start or a checkpoint to its end."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        cluster: Cluster,
+        *,
+        folder: Path,
+        lineage: int,
+        checkpoint: Checkpoint | None,
+        store: CheckpointStore,
+        recorder: Recorder,
+        wandb: WandbSink,
+        console: Console,
+        changed: asyncio.Event,
+    ) -> None:
+        assert cluster.learner is not None
+        config = prepared.config
+        self.config = config
+        self.folder = folder
+        self.lineage = lineage
+        self.rollouts, self.rewards, self.learner = cluster.rollouts, cluster.rewards, cluster.learner
+        self.recorder, self.wandb, self.console, self.store = recorder, wandb, console, store
+        self.checkpoint = checkpoint
+        self.prompts = PromptStream.from_config(prepared.train, config.data)
+        settings = queue_settings(config)
+        self.queue = SamplingQueue(settings)
+        if checkpoint is not None:
+            self.queue = SamplingQueue.restore(checkpoint.run_state["queue"], settings)
+            self.prompts.restore(checkpoint.run_state["prompts"])
+            restore_rng(checkpoint.run_state["rng"])
+        state = checkpoint.run_state if checkpoint is not None else {}
+        self.evaluated: int | None = state.get("evaluated")
+        self.saved: int | None = checkpoint.version if checkpoint else None
+        self.evaluations: list[SetResult] = []
+        self.evaluator = None
+        if cluster.checker is not None:
+            self.evaluator = Evaluator(
+                config, prepared.evaluation, self.rollouts, cluster.checker, folder / "eval"
+            )
+        e, c = config.eval, config.checkpoint
+        self.eval_cadence = Cadence(e.every_batches, e.at_start, e.at_end)
+        self.save_cadence = Cadence(c.every_batches, at_start=False, at_end=c.every_batches > 0)
+        self.probe = Probe(
+            _probe_texts(prepared),
+            self.learner,
+            self.rollouts,
+            dtype=config.model.dtype,
+            max_gap=config.rollout.weights.probe_max_gap,
+        )
+        self.share_prefixes = shares_prefixes(prepared)
+        self.filter_on = prepared.filter_on
+        self.report = BatchReport(prepared.filter_on)
+        self.flights: dict[str, Flight] = {}
+        self.outcomes: list[Outcome] = []
+        self.changed = changed  # something happened that the loop may be waiting for
+        self.dispatched = self.queue.counts.dispatched
+        self.metrics: dict[str, Any] = {}
+        self.phase = "starting"
+        self._merge = ray.remote(num_cpus=0)(merged)
+        self._write = ray.remote(num_cpus=0)(write_shard)
+        self._completions = ray.remote(num_cpus=0)(completions)
+
+    @property
+    def version(self) -> int:
+        return self.queue.version
+
+    async def execute(self) -> None:
+        """Bring engines and learner to one version, train, and leave `model/`."""
+        if self.checkpoint is not None:
+            await self.learner.load(self.checkpoint.path)
+            await self.rollouts.broadcast(self.learner, self.version)
+            logger.info("resumed at version %d", self.version)
+        await self.probe.begin()
+        if self.config.rollout.weights.canary:
+            self._show("canary")
+            await self.probe.canary(
+                lambda: self.rollouts.broadcast(self.learner, self.version), self.config.run.seed
+            )
+        try:
+            async with asyncio.TaskGroup() as self.tasks:
+                await self.loop()
+                self._stop_flights()
+        except BaseExceptionGroup as group:
+            # One cause is enough for a person; a group's failure cancels everything else.
+            raise _first(group) from group
+        await self._export_model()
+
+    async def loop(self) -> None:
+        await self._evaluate_if_due()
+        while self.version < self.config.run.batches:
+            with self.report.phase("collect"):
+                batch = await self._collect()
+            if batch is None:
+                break
+            with self.report.phase("learn"):
+                plan, learned = await self._learn(batch)
+            with self.report.phase("publish"):
+                broadcast = await self._publish(batch)
+            await self._record(batch, plan, learned, broadcast)
+            await self._evaluate_if_due()
+            await self._save_if_due()
+        await self._evaluate_if_due(ended=True)
+        await self._save_if_due(ended=True)
+
+    # Dispatch and collect
+
+    async def _collect(self) -> Batch | None:
+        """The next batch; None when the data can't fill one and the run is to stop."""
+        self._show("collect")
+        while True:
+            self._dispatch()
+            self.rollouts.check()
+            if self.rollouts.awaiting_weights:  # the learner is idle here: its weights are this version's
+                await self.rollouts.broadcast(self.learner, self.version)
+            shrink = self.config.sampling.on_starved == "shrink"
+            if (batch := self.queue.take_batch(shrink=shrink)) is not None:
+                return batch
+            if (starvation := self.queue.starvation()) is not None:
+                return self._give_up(starvation)
+            self._show("collect")
+            try:
+                await asyncio.wait_for(self.changed.wait(), self.config.run.watchdog_s)
+            except TimeoutError as error:
+                raise NoProgress(self._dump()) from error
+            self.changed.clear()
+
+    def _give_up(self, starvation: Starvation) -> None:
+        if starvation.action is OnStarved.ERROR:
+            raise Starved(str(starvation))
+        logger.warning("the run ends early. %s", starvation)
+
+    def _dump(self) -> str:
+        oldest = "\n".join(
+            f"  {group}: prompt {prompt}, {stage}" for group, prompt, stage in self.queue.oldest()
+        )
+        return (
+            f"no progress for run.watchdog_s={self.config.run.watchdog_s:.0f} s at version {self.version}.\n"
+            f"{self.queue.counts}\noldest unfinished groups:\n{oldest}"
+        )
+
+    def _dispatch(self) -> None:
+        while self.queue.room() > 0:
+            prompt = self.prompts.next()
+            if prompt is None:
+                self.queue.prompts_exhausted()
+                return
+            group_id = f"g{self.lineage}-{self.dispatched:06d}"
+            self.dispatched += 1
+            flight = Flight(group_id, prompt, self.config.sampling.answers_per_group, self.version)
+            self.flights[group_id] = flight
+            self.queue.dispatched(group_id, prompt.prompt_id, prompt.epoch)
+            self.tasks.create_task(self._fly(flight), name=group_id)
+
+    async def _fly(self, flight: Flight) -> None:
+        """One group from dispatch to the queue's verdict."""
+        missing = tuple(range(flight.size))
+        for attempt in range(self.queue.settings.member_retries + 1):
+            await self._generate(flight, missing, attempt)
+            self.queue.generated(flight.group_id)
+            try:
+                await self._score(flight)
+            except (ObjectLostError, RayTaskError) as error:
+                self._carry_out(self.queue.failed(flight.group_id, f"its answers were lost: {error}"))
+                return
+            commands = self.queue.scored(flight.group_id, flight.members(self.filter_on))
+            resample = next((command for command in commands if isinstance(command, Resample)), None)
+            if resample is None:
+                self.report.scored(flight)
+                self._carry_out(commands)
+                return
+            missing = resample.indexes
+
+    async def _generate(self, flight: Flight, indexes: tuple[int, ...], attempt: int) -> None:
+        r = self.config.rollout
+        generated = await self.rollouts.generate(
+            RolloutRequest(
+                group_id=flight.group_id,
+                prompt_id=flight.prompt.prompt_id,
+                epoch=flight.prompt.epoch,
+                messages=flight.prompt.messages,
+                indexes=indexes,
+                sampling=SamplingSettings(
+                    r.temperature,
+                    r.max_response_tokens,
+                    seed_base=self.config.run.seed if self.config.run.deterministic else None,
+                ),
+                timeout_s=r.answer_timeout_s,
+                attempt=attempt,
+            )
+        )
+        flight.reports |= {member.index: member for member in generated.members}
+        payloads = [payload.reference for payload in generated.payloads]
+        if flight.payload is not None:
+            payloads.insert(0, flight.payload)
+        if payloads:
+            flight.payload = payloads[0] if len(payloads) == 1 else self._merge.remote(*payloads)
+        flight.generated_at = time.time()
+
+    async def _score(self, flight: Flight) -> None:
+        if flight.payload is None:
+            return
+        prompt = flight.prompt
+        try:
+            results = await self.rewards.score(flight.payload, prompt.columns, prompt.reward, prompt.text)
+        except RewardsLost as error:
+            results = lost_rewards(len(flight.answered), str(error))
+        flight.judge(results)
+
+    def _carry_out(self, commands: Commands) -> None:
+        """What the queue decided about groups: tell the frontier, the journal and the metrics."""
+        for command in commands:
+            if isinstance(command, OfferAgain):
+                self.prompts.offer_again(command.prompt_id, command.epoch)
+                self.flights.pop(command.group_id)
+            elif isinstance(command, Done):
+                flight = self.flights.pop(command.group_id)
+                self.prompts.done(command.prompt_id, command.epoch)
+                self.outcomes.append(flight.outcome(command.outcome.value, command.reason))
+                if command.outcome in (Stage.TRAINED, Stage.FILTERED):
+                    self.report.consumed(flight)
+                if command.outcome is Stage.FAILED:
+                    logger.warning(
+                        "group %s (prompt %s) failed: %s", command.group_id, command.prompt_id, command.reason
+                    )
+        self._dispatch()
+        self.changed.set()
+
+    def _stop_flights(self) -> None:
+        """The run is over: groups still in flight are given up, their prompts not used up."""
+        for task in self.tasks._tasks.copy():
+            task.cancel()
+
+    # Learn and publish
+
+    async def _learn(self, batch: Batch) -> tuple[LearningPlan, Any]:
+        """All optimizer updates of a batch; its journal is written meanwhile."""
+        self._show("learn")
+        plan = plan_learning(
+            self.config, batch, self.flights, ranks=len(self.learner), share_prefixes=self.share_prefixes
+        )
+        payloads = [self.flights[group.group_id].payload for group in batch.groups]
+        step_before = self.learner.optimizer_step
+        reports, tally, logprobs = await self.learner.learn(plan.ranks, payloads)
+        rows = self._journal_rows(batch, plan, step_before, reports[0].optimizer_step)
+        self.journaled = self._write.remote(
+            str(self.folder / JOURNAL), self.lineage, batch.version, rows, len(logprobs), *logprobs, *payloads
+        )
+        return plan, (reports, tally)
+
+    def _journal_rows(
+        self, batch: Batch, plan: LearningPlan, step_start: int, step_end: int
+    ) -> list[dict[str, Any]]:
+        in_loss = {(row.group_id, row.index) for row in plan.rows}
+        r = self.config.rollout
+        extra = {
+            "optimizer_step_start": step_start,
+            "optimizer_step_end": step_end,
+            "temperature": r.temperature,
+            "sampling": {"max_response_tokens": r.max_response_tokens},
+            "trained_at": time.time(),
+        }
+        return [
+            self.flights[group.group_id].journal_row(
+                index,
+                payload=number,
+                trained=(group.group_id, index) in in_loss,
+                advantage=plan.advantages.get((group.group_id, index)),
+                extra=extra,
+            )
+            for number, group in enumerate(batch.groups)
+            for index in self.flights[group.group_id].answered
+        ]
+
+    async def _publish(self, batch: Batch) -> BroadcastReport:
+        """Give the new weights to every engine; acknowledged, they are the next version."""
+        self._show("publish")
+        self.sample = await self._sample(batch)
+        broadcast = await self.rollouts.broadcast(self.learner, self.version + 1)
+        await asyncio.wait_for(self.journaled, self.config.rollout.weights.timeout_s)
+        self._carry_out(self.queue.acknowledged(self.version + 1))
+        # The outcomes decided so far belong to the batch that led here; see the journal's third invariant.
+        outcomes, self.outcomes = self.outcomes, []
+        write_outcomes(self.folder / JOURNAL, self.lineage, batch.version, outcomes)
+        self.probed = await self.probe.compare(self.version)
+        return broadcast
+
+    async def _sample(self, batch: Batch) -> Sample:
+        """One answer of the batch, to look at."""
+        flight = self.flights[batch.groups[0].group_id]
+        texts = await asyncio.wait_for(
+            self._completions.remote(flight.payload), self.config.rollout.weights.timeout_s
+        )
+        question = flight.prompt.messages[-1].get("content")
+        return Sample(str(question), texts[0], flight.results[flight.answered[0]].value)
+
+    # Evaluation, checkpoints, records
+
+    async def _evaluate_if_due(self, *, ended: bool = False) -> None:
+        if self.evaluator is None or not self.eval_cadence.due(self.version, self.evaluated, ended=ended):
+            return
+        self._show("eval")
+        with self.report.phase("eval"):
+            self.evaluations = await self.evaluator.run(self.version)
+        self.evaluated = self.version
+        self._log(metrics_of(self.evaluations))
+        for result in self.evaluations:
+            logger.info(
+                "version %d, %s: pass@1 %.3f (95%% %.3f to %.3f)",
+                self.version,
+                result.name,
+                result.pass_at_1,
+                *result.interval,
+            )
+            self.wandb.log_table(
+                self.version,
+                f"eval/{result.name}/samples",
+                ["prompt", "completion", "passed"],
+                [
+                    [str(a.prompt.messages[-1].get("content")), text, str(passed)]
+                    for a in result.answered[: self.config.eval.samples]
+                    for text, passed in zip(a.texts, a.passed, strict=True)
+                ],
+            )
+
+    async def _save_if_due(self, *, ended: bool = False) -> None:
+        if not self.save_cadence.due(self.version, self.saved, ended=ended):
+            return
+        self._show("checkpoint")
+        with self.report.phase("checkpoint"), self.store.saving(self.version) as staging:
+            # One snapshot, with no await inside: what the frontier counts as done is in the journal.
+            if self.outcomes:
+                write_outcomes(self.folder / JOURNAL, self.lineage, self.version - 1, self.outcomes, shard=1)
+                self.outcomes = []
+            state = {
+                "queue": self.queue.state(),
+                "prompts": self.prompts.state(),
+                "rng": rng_state(),
+                "evaluated": self.evaluated,
+            }
+            names = await self.learner.save(staging)
+            await asyncio.to_thread(self.store.commit, self.version, state, names)
+        self.saved = self.version
+        logger.info("checkpoint at version %d", self.version)
+
+    async def _record(
+        self, batch: Batch, plan: LearningPlan, learned: Any, broadcast: BroadcastReport
+    ) -> None:
+        reports, tally = learned
+        lengths = [row.response_length for row in plan.rows]
+        values = self.report.values(self.queue, batch, lengths, reports, tally, broadcast, self.probed)
+        self._log(values | self.rollouts.metrics())
+        self._show("collect")
+
+    def _log(self, values: dict[str, float]) -> None:
+        record = self.recorder.log(self.version, values)
+        self.metrics |= {name: value for name, value in record.items() if value is not None}
+
+    def _show(self, phase: str) -> None:
+        self.phase = phase
+        counts = {name.removeprefix("queue/"): int(n) for name, n in queue_gauges(self.queue.counts).items()}
+        self.console.update(
+            ConsoleState(
+                version=self.version,
+                phase=phase,
+                queue=counts,
+                metrics=dict(self.metrics),
+                sample=getattr(self, "sample", None),
+            )
+        )
+
+    async def _export_model(self) -> None:
+        """`model/`: whole, or not there."""
+        target, part = self.folder / "model", self.folder / "model.part"
+        self._show("model")
+        await self.learner.export_model(part)
+        if target.exists():
+            shutil.rmtree(target)
+        part.rename(target)
+
+
+def queue_settings(config: Config) -> QueueSettings:
+    from learner.advantages import GROUP_RELATIVE
+
+    s = config.sampling
+    # A KL term gives equal groups a gradient, and other estimators learn from them.
+    automatic = config.algorithm.advantage in GROUP_RELATIVE and config.algorithm.kl_coefficient == 0
+    return QueueSettings(
+        groups_per_batch=s.groups_per_batch,
+        answers_per_group=s.answers_per_group,
+        filter=automatic if s.filter is None else s.filter,
+        filter_tolerance=s.filter_tolerance,
+        min_scored_fraction=s.min_scored_fraction,
+        window_batches=s.window_batches,
+        max_dispatches_per_batch=s.max_dispatches_per_batch,
+        on_starved=OnStarved(s.on_starved),
+        member_retries=config.rollout.retries,
+        max_staleness=config.staleness.max,
+    )
+
+
+def shares_prefixes(prepared: Prepared) -> bool:
+    """Whether a group's prompt is computed once: not where a model carries state from token to token."""
+    from transformers import AutoConfig
+
+    wanted = prepared.config.learner.share_prefixes
+    text_config = AutoConfig.from_pretrained(prepared.model_path).get_text_config()
+    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    possible = kinds == {"full_attention"}
+    if wanted and not possible:
+        from orchestrator.config import ConfigError
+
+        raise ConfigError(
+            f"learner.share_prefixes=true: the model has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}, in which "
+            "answers that share a row would see each other; leave it at null or set false"
+        )
+    # A dense mask over packed rows pays on CPUs; on GPUs causal kernels without a mask are faster for long answers.
+    return possible if wanted is None else wanted
+
+
+def _probe_texts(prepared: Prepared) -> list[list[int]]:
+    """The first prompts' tokens: fixed for the run, and text the policy cares about."""
+    prompts: list[Prompt] = [
+        prepared.train[0].prompt(i, 0) for i in range(min(PROBE_TEXTS, len(prepared.train[0])))
+    ]
+    return [prepared.chat.prompt_ids(prompt.messages)[-PROBE_TOKENS:] for prompt in prompts]
+
+
+def derived_sizes(config: Config, version: int) -> list[tuple[str, str]]:
+    """What the keys come to, for the panel at the start."""
+    s, a = config.sampling, config.algorithm
+    answers = s.groups_per_batch * s.answers_per_group
+    capacity = (config.staleness.max + 1) * s.groups_per_batch
+    updates = a.updates_per_batch * a.epochs_per_batch
+    return [
+        ("model", f"{config.model.path} ({config.model.dtype}, {_tuning(config)})"),
+        ("batches", f"{config.run.batches - version} to go, from version {version}"),
+        ("batch", f"{s.groups_per_batch} groups x {s.answers_per_group} answers = {answers} answers"),
+        ("updates", f"{updates} per batch, each on about {answers // a.updates_per_batch} answers"),
+        ("ahead", f"at most {capacity} groups untrained (staleness.max={config.staleness.max})"),
+        (
+            "answer",
+            f"at most {config.rollout.max_response_tokens} tokens at temperature {config.rollout.temperature}",
+        ),
+        ("engines", f"{config.rollout.replicas} x tensor parallel {config.rollout.tensor_parallel_size}"),
+        (
+            "learner",
+            f"{config.learner.ranks} rank(s), ZeRO-{config.learner.zero_stage}, lr {config.learner.learning_rate:g}",
+        ),
+    ]
+
+
+def _tuning(config: Config) -> str:
+    lora = config.model.lora
+    return f"LoRA rank {lora.rank}" if lora.rank else "full fine-tuning"
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first failure: a task group holds no cancellations, and what came later came of it."""
+    while isinstance(group.exceptions[0], BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group.exceptions[0]

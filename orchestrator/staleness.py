@@ -1,0 +1,158 @@
+"""The one definition of staleness, and the admission arithmetic that bounds it.
+
+A version is the number of publishes so far; there is one publish per consumed batch. The staleness of a
+trajectory is the version the learner is about to improve minus the oldest version among the trajectory's
+sampled tokens, as the engine reported them. It has two parts that add up to it: what passed in flight
+(newest minus oldest version of its own tokens: weights changed under it) and what passed in the queue
+(learner version minus its newest version: it waited).
+
+Two mechanisms bound it. Admission bounds the aggregate and wastes nothing: groups that are dispatched and
+not yet trained never exceed `capacity`, so generation is at most `max_staleness` batches ahead of the batch
+in training. A batch counts as untrained until its version is acknowledged. `trainable` is the hard bound for
+each trajectory, applied at consumption.
+
+Pure: no clock, no I/O, no state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+TokenVersions = Sequence[tuple[int, int]]  # (version, number of tokens sampled under it), one entry per span
+
+
+def staleness(learner_version: int, versions: Iterable[int]) -> int:
+    """`learner_version` minus the oldest of `versions`, in publishes.
+
+    Raises ValueError when a version is one that the learner has not reached, or when there is none.
+    """
+    oldest, newest = _span(versions)
+    _reached(learner_version, newest)
+    return learner_version - oldest
+
+
+def in_flight(versions: Iterable[int]) -> int:
+    """The part of the staleness that passed while the trajectory was sampled: newest minus oldest version."""
+    oldest, newest = _span(versions)
+    return newest - oldest
+
+
+def in_queue(learner_version: int, versions: Iterable[int]) -> int:
+    """The part of the staleness that passed after the last token: `learner_version` minus newest version."""
+    _, newest = _span(versions)
+    _reached(learner_version, newest)
+    return learner_version - newest
+
+
+@dataclass(frozen=True)
+class StalenessPolicy:
+    """How far, in versions, a token's policy may lag the policy that learns from it.
+
+    `max_staleness` 0 is synchronous, 1 is one-step-off, more is fully asynchronous.
+    """
+
+    max_staleness: int
+    groups_per_batch: int
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ValueError(f"staleness.max must be at least 0, got {self.max_staleness}")
+        if self.groups_per_batch < 1:
+            raise ValueError(f"sampling.groups_per_batch must be at least 1, got {self.groups_per_batch}")
+
+    @property
+    def capacity(self) -> int:
+        """Most groups that may be dispatched and not yet trained: one batch, and one per version of lag."""
+        return (self.max_staleness + 1) * self.groups_per_batch
+
+    def room(self, untrained: int) -> int:
+        """How many more groups may be dispatched beside `untrained` ones."""
+        return max(0, self.capacity - untrained)
+
+    def trainable(self, learner_version: int, oldest: int) -> bool:
+        """Whether a trajectory whose oldest token is of version `oldest` is within the bound."""
+        return learner_version < self.expires(oldest)
+
+    def expires(self, oldest: int) -> int:
+        """The first learner version at which a trajectory with this oldest version is over the bound."""
+        return oldest + self.max_staleness + 1
+
+
+@dataclass(frozen=True)
+class BatchStaleness:
+    """Staleness over the trained trajectories of one batch, in versions; `mean` is the sum of its two parts.
+
+    `stale_ratio` is the share of trajectories with staleness > 0, `stale_token_ratio` the share of sampled
+    tokens whose own version is older than the learner's. `histogram` maps a staleness to its trajectories.
+    """
+
+    trajectories: int
+    tokens: int
+    stale_ratio: float
+    stale_token_ratio: float
+    mean: float
+    max: int
+    in_flight_mean: float
+    in_queue_mean: float
+    histogram: Mapping[int, int]
+
+    def metrics(self) -> dict[str, float]:
+        """The six numbers under their metric names, `staleness/...`."""
+        return {
+            "staleness/stale_ratio": self.stale_ratio,
+            "staleness/stale_token_ratio": self.stale_token_ratio,
+            "staleness/mean": self.mean,
+            "staleness/max": float(self.max),
+            "staleness/in_flight_mean": self.in_flight_mean,
+            "staleness/in_queue_mean": self.in_queue_mean,
+        }
+
+
+def batch_staleness(learner_version: int, trajectories: Iterable[TokenVersions]) -> BatchStaleness:
+    """Summarise the trained trajectories of a batch, each given as its `(version, token count)` spans.
+
+    Raises ValueError for no trajectories, a trajectory without sampled tokens, or a version that the
+    learner has not reached.
+    """
+    histogram: Counter[int] = Counter()
+    tokens = stale_tokens = flight_sum = queue_sum = 0
+    for spans in trajectories:
+        oldest, newest = _span(version for version, _ in spans)
+        _reached(learner_version, newest)
+        histogram[learner_version - oldest] += 1
+        flight_sum += newest - oldest
+        queue_sum += learner_version - newest
+        for version, count in spans:
+            tokens += count
+            stale_tokens += count if version < learner_version else 0
+    trajectory_count = histogram.total()
+    if not trajectory_count:
+        raise ValueError("the staleness of a batch without trajectories is not defined")
+    return BatchStaleness(
+        trajectories=trajectory_count,
+        tokens=tokens,
+        stale_ratio=1 - histogram[0] / trajectory_count,
+        stale_token_ratio=stale_tokens / tokens,
+        mean=(flight_sum + queue_sum) / trajectory_count,
+        max=max(histogram),
+        in_flight_mean=flight_sum / trajectory_count,
+        in_queue_mean=queue_sum / trajectory_count,
+        histogram=dict(sorted(histogram.items())),
+    )
+
+
+def _span(versions: Iterable[int]) -> tuple[int, int]:
+    """Oldest and newest version."""
+    listed = tuple(versions)
+    if not listed:
+        raise ValueError("a trajectory without sampled tokens has no staleness")
+    return min(listed), max(listed)
+
+
+def _reached(learner_version: int, newest: int) -> None:
+    if newest > learner_version:
+        raise ValueError(
+            f"tokens were sampled under version {newest}, but the learner is at {learner_version}"
+        )

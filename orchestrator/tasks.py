@@ -1,0 +1,115 @@
+"""Generators of rows: the default task, and one for the random tiny model.
+
+Contract: a generator takes keyword arguments (`data.<kind>.<name>.options`) and yields rows as a data file
+would hold them: `prompt`, an `id`, and the columns its reward reads. The same arguments give the same rows,
+and the rows of `split="train"` and `split="eval"` have no question in common, whatever the seeds and sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+HELD_OUT_SHARE = 5  # one question in so many belongs to the eval split
+DRAWS_WITHOUT_NEW = 1000  # after so many draws that bring no new question, there are no more
+
+
+def arithmetic(
+    *,
+    split: str = "train",
+    size: int = 1000,
+    seed: int = 0,
+    operators: Sequence[str] = ("+",),
+    min_terms: int = 2,
+    max_terms: int = 2,
+    min_digits: int = 1,
+    max_digits: int = 1,
+    instruction: str = "Calculate {expression}. Answer briefly.",
+) -> Iterator[dict[str, Any]]:
+    """Up to `size` different sums from reasoning-gym's `basic_arithmetic`, with `answer` and the name of
+    the `dataset`.
+
+    All terms of one sum are drawn from 0 to 10 ** digits. There are fewer rows where the difficulty allows
+    fewer questions: with two terms of one digit, about a hundred. Which split a question belongs to is
+    decided by a hash of its terms, so that `3 + 4` is not held out while `4 + 3` is trained on.
+
+    Raises ValueError for a split other than train and eval, and for operators other than + and -: the data
+    set works others out from left to right.
+    """
+    from reasoning_gym.arithmetic.basic_arithmetic import BasicArithmeticDataset, BasicArithmeticDatasetConfig
+
+    _check_split(split)
+    if not operators or not set(operators) <= {"+", "-"}:
+        raise ValueError(f"operators={list(operators)}: expected some of + and -")
+    questions = BasicArithmeticDataset(
+        BasicArithmeticDatasetConfig(
+            min_terms=min_terms,
+            max_terms=max_terms,
+            min_digits=min_digits,
+            max_digits=max_digits,
+            operators=list(operators),
+            allow_parentheses=False,
+            allow_negation=False,
+            seed=seed,
+            size=1,  # question i is made from seed + i, for any i
+        )
+    )
+    seen: set[str] = set()
+    index, last_new = 0, 0
+    while len(seen) < size and index - last_new < DRAWS_WITHOUT_NEW:
+        question = questions[index]
+        index += 1
+        expression = question["metadata"]["expression"]
+        if expression in seen or _held_out(sorted(expression.split())) != (split == "eval"):
+            continue
+        seen.add(expression)
+        last_new = index
+        yield {
+            "id": expression,
+            "prompt": [{"role": "user", "content": instruction.format(expression=expression)}],
+            "answer": question["answer"],
+            "dataset": question["metadata"]["source_dataset"],
+        }
+
+
+SUBJECTS = (
+    "rain",
+    "snow",
+    "the sea",
+    "a river",
+    "the wind",
+    "a house",
+    "bread",
+    "music",
+    "the moon",
+    "a stone",
+)
+QUALITIES = ("short", "long", "plain", "odd", "calm", "bright", "slow", "new")
+
+
+def synthetic(*, split: str = "train", size: int = 512, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """`size` different short requests, for rewards that only look at how an answer is written.
+
+    Raises ValueError for a split other than train and eval.
+    """
+    _check_split(split)
+    draw = random.Random(seed)
+    number, found = 0, 0
+    while found < size:
+        number += 1
+        subject, quality = draw.choice(SUBJECTS), draw.choice(QUALITIES)
+        if _held_out([str(number)]) == (split == "eval"):
+            found += 1
+            yield {"id": number, "prompt": f"Write {quality} line {number} about {subject}."}
+
+
+def _check_split(split: str) -> None:
+    if split not in ("train", "eval"):
+        raise ValueError(f"split={split}: expected train or eval")
+
+
+def _held_out(parts: Sequence[str]) -> bool:
+    digest = hashlib.blake2b(" ".join(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0

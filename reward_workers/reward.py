@@ -1,0 +1,125 @@
+"""Rewards: several reward functions make one verdict on each trajectory.
+
+Contract: the total is the sum of weight times value over the functions that gave a value. A failure is not a
+zero: a trajectory with an errored or timed-out component has no value, only a status; its other components
+are kept to be seen. What a single function may be is said in `reward_workers.function`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reward_workers.function import RewardFunction, RewardFunctionError, load_function
+from rollout_workers.trajectory import RewardResult, Status
+
+__all__ = ["RewardFunction", "RewardFunctionError", "RewardResult", "RewardSet", "Status", "load_function"]
+
+FAILED = (Status.ERRORED, Status.TIMED_OUT)  # the verifier's fault: worth another try, and an alarm
+# One such component voids the total, which takes the status that comes first here.
+VOID = (*FAILED, Status.UNPARSEABLE_ANSWER)
+
+
+@dataclass(frozen=True)
+class RewardSet:
+    """The reward functions of a run. The total is the weighted sum of the components that are not None.
+
+    `primary` names the correctness-like component; None becomes the first function. `search_path` is where
+    Python looked for modules when the set was made: worker processes look there as well.
+
+    Raises RewardFunctionError for no functions, two of one name, no weight at all, or an unknown primary.
+    """
+
+    functions: Sequence[RewardFunction]
+    primary: str | None = None
+    search_path: Sequence[str] = field(default_factory=lambda: tuple(sys.path))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "functions", tuple(self.functions))
+        names = [function.name for function in self.functions]
+        if not names:
+            raise RewardFunctionError("a run needs at least one reward function")
+        if len(set(names)) != len(names):
+            raise RewardFunctionError(f"reward functions need different names, got {', '.join(names)}")
+        if all(function.weight == 0 for function in self.functions):
+            raise RewardFunctionError(f"all reward functions ({', '.join(names)}) have weight 0")
+        object.__setattr__(self, "primary", self.primary or names[0])
+        if self.primary not in names:
+            raise RewardFunctionError(f"the primary reward {self.primary!r} is none of {', '.join(names)}")
+
+    @classmethod
+    def of(cls, functions: Callable[..., Any] | Sequence[Callable[..., Any]]) -> RewardSet:
+        """A set of plain functions, each under its own name and with weight 1; the first is primary."""
+        return cls([RewardFunction(_name(f), f) for f in ([functions] if callable(functions) else functions)])
+
+    def select(self, names: Collection[str] | None = None) -> tuple[RewardFunction, ...]:
+        """The named functions in the set's order; None: all. An unknown name is a RewardFunctionError."""
+        if names is None:
+            return tuple(self.functions)
+        known = [function.name for function in self.functions]
+        if unknown := [name for name in names if name not in known]:
+            raise RewardFunctionError(
+                f"there is no reward function {', '.join(unknown)}; there are {', '.join(known)}"
+            )
+        if not names:
+            raise RewardFunctionError(f"an empty set of reward functions; there are {', '.join(known)}")
+        return tuple(function for function in self.functions if function.name in names)
+
+    def check_columns(self, columns: Collection[str], names: Collection[str] | None = None) -> None:
+        """Raises RewardFunctionError unless rows with these columns supply what the named functions take."""
+        for function in self.select(names):
+            function.check_columns(columns)
+
+    def combine(self, results: Mapping[str, RewardResult]) -> RewardResult:
+        """One trajectory's verdict from its results by function name.
+
+        Metrics are renamed `<function>/<metric>`, details are kept by function. Functions of weight 0 are
+        shown and do not count: when none of the others gave a value, the trajectory is unscored.
+        """
+        weights = {function.name: function.weight for function in self.select(list(results))}
+        components = {name: results[name].value for name in weights}
+        metrics = {f"{name}/{key}": value for name in weights for key, value in results[name].metrics.items()}
+        detail = {name: dict(results[name].detail) for name in weights if results[name].detail}
+        statuses = {result.status for result in results.values()}
+        failure = next((status for status in VOID if status in statuses), None)
+        counted = [
+            weights[name] * value for name, value in components.items() if value is not None and weights[name]
+        ]
+        if failure is not None or not counted:
+            return RewardResult(None, failure or Status.UNSCORED, components, metrics, detail)
+        try:
+            return RewardResult(
+                sum(counted),
+                components=components,
+                metrics=metrics,
+                detail=detail,
+                step_values=_steps(weights, results),
+            )
+        except ValueError as error:  # the sum overflows, or per-turn rewards don't fit each other
+            detail["total"] = {"error": str(error)}
+            return RewardResult(None, Status.ERRORED, components, metrics, detail)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """What a callable is called: a function's own name (`lambda` without its brackets), an object's class."""
+    if isinstance(function, functools.partial):
+        return _name(function.func)
+    return re.sub(r"[<>]", "", getattr(function, "__name__", type(function).__name__))
+
+
+def _steps(weights: Mapping[str, float], results: Mapping[str, RewardResult]) -> tuple[float, ...] | None:
+    """The weighted sum of the per-turn rewards of those functions that give them; None if none does."""
+    given = {name: results[name].step_values for name in weights if results[name].step_values is not None}
+    if not given:
+        return None
+    if len({len(steps or ()) for steps in given.values()}) > 1:
+        counts = ", ".join(f"{name}: {len(steps or ())}" for name, steps in given.items())
+        raise ValueError(f"reward functions gave different numbers of per-turn rewards ({counts})")
+    return tuple(
+        sum(weights[name] * value for name, value in zip(given, turn, strict=True))
+        for turn in zip(*(steps or () for steps in given.values()), strict=True)
+    )

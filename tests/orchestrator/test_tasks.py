@@ -1,0 +1,108 @@
+"""The built-in tasks: disjoint splits, settable difficulty, and configuration groups that load."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from orchestrator.config import CONF_DIR, DataConfig, ModelConfig, RewardConfig
+from orchestrator.models import resolve_model
+from orchestrator.prompts import load_source, refuse_long_prompts
+from orchestrator.tasks import arithmetic, synthetic
+from reward_workers.builtin import arithmetic_checker, arithmetic_reward
+from rollout_workers.chat import ChatTemplate
+
+
+def group(name: str, schema: type) -> Any:
+    """A configuration group's file over its schema, as the command line would read it."""
+    return OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(CONF_DIR / f"{name}.yaml"))
+    )
+
+
+def test_the_default_task_has_a_held_out_split_and_answers_that_are_right() -> None:
+    train, held_out = list(arithmetic()), list(arithmetic(split="eval", seed=1))
+    assert len(train) > 80
+    assert len(held_out) > 20
+    for row in train + held_out:
+        left, _, right = row["id"].split()
+        assert row["prompt"] == [{"role": "user", "content": f"Calculate {row['id']}. Answer briefly."}]
+        assert row["answer"] == str(int(left) + int(right))
+        assert arithmetic_reward(f"{row['id']} = {row['answer']}", row["answer"]) == 1.0
+        assert arithmetic_checker(f"It is {row['answer']}.", row["answer"], row["dataset"]) == 1.0
+
+
+@given(
+    seeds=st.tuples(st.integers(0, 50), st.integers(0, 50)), digits=st.integers(1, 3), terms=st.integers(2, 4)
+)
+@settings(max_examples=15, deadline=None)
+def test_no_question_is_in_both_splits_whatever_the_seeds(
+    seeds: tuple[int, int], digits: int, terms: int
+) -> None:
+    options: dict[str, Any] = {"size": 60, "max_digits": digits, "max_terms": terms, "operators": ("+", "-")}
+    train = [row["id"] for row in arithmetic(split="train", seed=seeds[0], **options)]
+    held_out = [row["id"] for row in arithmetic(split="eval", seed=seeds[1], **options)]
+    assert len(set(train)) == len(train) == 60
+    # Not in another order of the same terms either.
+    assert not {tuple(sorted(row.split())) for row in train} & {
+        tuple(sorted(row.split())) for row in held_out
+    }
+
+
+def test_difficulty_and_instruction_are_settable_and_rows_are_repeatable() -> None:
+    options: dict[str, Any] = {"size": 20, "min_digits": 3, "max_digits": 3, "min_terms": 4, "max_terms": 4}
+    rows = list(arithmetic(instruction="{expression} =", **options))
+    assert rows == list(arithmetic(instruction="{expression} =", **options))
+    assert rows != list(arithmetic(instruction="{expression} =", seed=1000, **options))
+    assert len(rows) == 20
+    for row in rows:
+        assert row["prompt"][0]["content"] == f"{row['id']} ="
+        assert row["answer"] == str(sum(int(term) for term in row["id"].split(" + ")))
+
+
+def test_unknown_splits_and_operators_are_refused() -> None:
+    with pytest.raises(ValueError, match="split=test: expected train or eval"):
+        list(arithmetic(split="test"))
+    with pytest.raises(ValueError, match="split=test: expected train or eval"):
+        list(synthetic(split="test"))
+    with pytest.raises(ValueError, match=r"operators=\['\*'\]: expected some of"):
+        list(arithmetic(operators=["*"]))
+
+
+def test_synthetic_requests_differ_and_splits_are_disjoint() -> None:
+    train, held_out = list(synthetic(size=100)), list(synthetic(split="eval", size=30, seed=1))
+    prompts = [row["prompt"] for row in train + held_out]
+    assert len(prompts) == len(set(prompts)) == 130
+    assert not {row["id"] for row in train} & {row["id"] for row in held_out}
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "synthetic"])
+def test_data_groups_load_and_fit_the_default_prompt_length(name: str) -> None:
+    config: DataConfig = group(f"data/{name}", DataConfig)
+    template = ChatTemplate.from_pretrained(resolve_model("builtin:tiny"))
+    ids: dict[str, set[str]] = {}
+    for kind, sources in (("train", config.train), ("eval", config.eval)):
+        for source_name, source_config in sources.items():
+            source = load_source(source_name, source_config, kind)
+            assert refuse_long_prompts(source, template, 512) < 128
+            ids[kind] = set(source.ids)
+    assert len(ids["eval"]) >= 20
+    assert not ids["train"] & ids["eval"]
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "synthetic"])
+def test_reward_groups_name_functions_that_exist(name: str) -> None:
+    import importlib
+
+    config: RewardConfig = group(f"reward/{name}", RewardConfig)
+    assert config.primary in config.functions
+    for function in config.functions.values():
+        module, _, attribute = function.path.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), attribute))
+
+
+def test_model_groups_name_the_built_in_models() -> None:
+    assert group("model/tiny", ModelConfig) == ModelConfig(path="builtin:tiny", dtype="float32")
+    assert group("model/smollm2_135m", ModelConfig) == ModelConfig(path="builtin:smollm2_135m")
