@@ -133,9 +133,7 @@ def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
     return batch.result(batch.centred())
 
 
-def rloo(
-    rewards: Tensor, groups: Tensor, *, normalise: bool = False, std: str = "sample", eps: float = 1e-6
-) -> Tensor:
+def rloo(rewards: Tensor, groups: Tensor, *, normalise: bool = False, std: str = "sample", eps: float = 1e-6) -> Tensor:
     """A = r - mean of the group's other members = n / (n - 1) (r - mean). [N] -> [N]. RLOO, arXiv:2402.14740.
 
     `normalise` divides by the standard deviation of the others, plus `eps`. Where the others are equal there
@@ -164,9 +162,7 @@ def lite_ppo(rewards: Tensor, groups: Tensor, *, std: str = "sample", eps: float
     return batch.result(_divide(batch.centred(), batch.batch_std(batch.rewards, std) + eps))
 
 
-def reinforce_pp_baseline(
-    rewards: Tensor, groups: Tensor, *, std: str = "sample", eps: float = 1e-8
-) -> Tensor:
+def reinforce_pp_baseline(rewards: Tensor, groups: Tensor, *, std: str = "sample", eps: float = 1e-8) -> Tensor:
     """A = c / (std of c over the batch + eps), c = r - group mean. [N] -> [N]. arXiv:2501.03262.
 
     Unlike `lite_ppo` the deviation is that of the centred rewards. ScaleRL (arXiv:2510.13786) calls this
@@ -308,9 +304,7 @@ def at_last_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
     return torch.where(last, rewards[:, None], 0.0)
 
 
-def _token_rewards(
-    rewards: Tensor, response_mask: Tensor, token_rewards: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _token_rewards(rewards: Tensor, response_mask: Tensor, token_rewards: Tensor | None) -> tuple[Tensor, Tensor]:
     """The mask without unscored rows, and float64 rewards per token, both [N, T]."""
     mask = response_mask.bool() & ~rewards.isnan()[:, None]
     per_token = at_last_token(rewards.double(), mask)

@@ -36,9 +36,7 @@ def row_weights(
     if len(lengths) != len(groups):
         raise ValueError(f"{len(lengths)} lengths and {len(groups)} group numbers must be equally many")
     if (name == "seq_sum_const") != (max_tokens is not None):
-        raise ValueError(
-            f"max_tokens is {max_tokens} with {name}, it belongs to seq_sum_const and only there"
-        )
+        raise ValueError(f"max_tokens is {max_tokens} with {name}, it belongs to seq_sum_const and only there")
     if max_tokens is not None and max_tokens <= 0:
         raise ValueError(f"max_tokens must be positive, got {max_tokens}")
 

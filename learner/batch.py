@@ -86,10 +86,7 @@ def plan_updates(
     per_rank: list[list[tuple[MicroBatch, ...]]] = [[] for _ in range(ranks)]
     for groups in updates:
         packed_rows = [
-            packed
-            for group in groups
-            for packed in _pack(group, max_tokens if share_prefixes else 0)
-            if packed
+            packed for group in groups for packed in _pack(group, max_tokens if share_prefixes else 0) if packed
         ]
         shares = [_micro_batches(share, max_tokens) for share in _balance(packed_rows, ranks)]
         count = max(1, *(len(share) for share in shares))
@@ -159,15 +156,11 @@ class MicroBatchTensors:
     def to(self, device: torch.device) -> MicroBatchTensors:
         if self.input_ids.device == device:
             return self
-        moved = {
-            f.name: getattr(self, f.name).to(device) for f in dataclasses.fields(self) if f.name != "rows"
-        }
+        moved = {f.name: getattr(self, f.name).to(device) for f in dataclasses.fields(self) if f.name != "rows"}
         return dataclasses.replace(self, **moved)
 
 
-def build_tensors(
-    micro_batch: MicroBatch, trajectories: Mapping[int, Sequence[Trajectory]]
-) -> MicroBatchTensors:
+def build_tensors(micro_batch: MicroBatch, trajectories: Mapping[int, Sequence[Trajectory]]) -> MicroBatchTensors:
     """Tensors (on the CPU) of one micro-batch; `trajectories[payload][position]` are its data.
 
     An empty micro-batch becomes one row of two tokens with nothing sampled, so that a rank without data still
@@ -229,10 +222,7 @@ def build_tensors(
     response_mask[answer, offset] = True
     token_versions[answer, offset] = versions
     segments = torch.from_numpy(segment)
-    if shared:
-        attention = _shared_prefix_mask(segments)
-    else:
-        attention = (segments >= 0).long()
+    attention = _shared_prefix_mask(segments) if shared else (segments >= 0).long()
     return MicroBatchTensors(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),

@@ -43,9 +43,7 @@ def untruncated(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask:
     return _token_ratio(old_logprobs, behaviour_logprobs, response_mask)
 
 
-def token_tis(
-    old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor, *, cap: float = 2.0
-) -> Tensor:
+def token_tis(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor, *, cap: float = 2.0) -> Tensor:
     """w_t = min(rho_t, cap). Truncated importance sampling, Yao et al. 2025."""
     return _token_ratio(old_logprobs, behaviour_logprobs, response_mask).clamp(max=cap)
 
@@ -81,9 +79,7 @@ def sequence_tis(
 
     The product drifts to 0 or to the cap as answers grow: see `geometric_mask` for long ones.
     """
-    return _on_tokens(
-        sequence_ratio(old_logprobs, behaviour_logprobs, response_mask).clamp(max=cap), response_mask
-    )
+    return _on_tokens(sequence_ratio(old_logprobs, behaviour_logprobs, response_mask).clamp(max=cap), response_mask)
 
 
 def sequence_mis(
@@ -209,9 +205,7 @@ def effective_sample_size(weights: Tensor, response_mask: Tensor) -> Tensor:
 # Measures of the mismatch
 
 
-def mismatch_moments(
-    old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor
-) -> dict[str, Tensor]:
+def mismatch_moments(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """What `mismatch_metrics` needs, as float64 scalars that combine exactly over micro-batches and ranks:
     keys that begin with `max_` by the maximum, all others by the sum.
     """

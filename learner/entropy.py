@@ -35,9 +35,7 @@ def top_fraction_mask(entropy: Tensor, response_mask: Tensor, *, fraction: float
 
     The 80/20 rule, arXiv:2506.01939.
     """
-    return (
-        entropy >= top_fraction_threshold(entropy, response_mask, fraction=fraction)
-    ) & response_mask.bool()
+    return (entropy >= top_fraction_threshold(entropy, response_mask, fraction=fraction)) & response_mask.bool()
 
 
 def top_fraction_threshold(entropy: Tensor, response_mask: Tensor, *, fraction: float = 0.2) -> Tensor:

@@ -54,9 +54,7 @@ def k3_unbiased(logprobs: Tensor, ref_logprobs: Tensor, *, old_logprobs: Tensor,
     return log_ratio.exp() * k3(logprobs, ref_logprobs, cap=cap)
 
 
-def reward_penalty(
-    logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor, *, coefficient: float
-) -> Tensor:
+def reward_penalty(logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor, *, coefficient: float) -> Tensor:
     """Rewards per token, [B, T]: -coefficient k1 on sampled tokens, 0 elsewhere, without gradient.
 
     The `token_rewards` of `learner.advantages.reinforce_pp` and `gae`. InstructGPT, arXiv:2203.02155.
@@ -65,9 +63,7 @@ def reward_penalty(
     return torch.where(response_mask.bool(), penalty, 0.0)
 
 
-def adaptive_coefficient(
-    coefficient: float, kl: float, *, target: float, samples: int, horizon: int
-) -> float:
+def adaptive_coefficient(coefficient: float, kl: float, *, target: float, samples: int, horizon: int) -> float:
     """The coefficient after `samples` more answers: * (1 + clip(kl / target - 1, +-0.2) samples / horizon).
 
     Ziegler et al., arXiv:1909.08593.

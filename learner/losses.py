@@ -53,9 +53,7 @@ class LossTerms:
     """A loss per token and what the clip did. The loss is sum(weight * token_loss) over the global batch."""
 
     token_loss: Tensor  # [B, T], 0 outside the mask
-    clipped: (
-        Tensor  # bool [B, T]: tokens whose gradient the clip took away (in `cispo`: whose weight it limited)
-    )
+    clipped: Tensor  # bool [B, T]: tokens whose gradient the clip took away (in `cispo`: whose weight it limited)
     level: str = "token"  # token | sequence: over what the ratio is taken
 
 
@@ -75,9 +73,7 @@ def ppo_clip(
     `dual_clip` c bounds the loss of A < 0 by -c A (arXiv:1912.09729); ValueError unless c > 1.
     """
     if dual_clip is not None and dual_clip <= 1:
-        raise ValueError(
-            f"dual_clip must be > 1, got {dual_clip}: it bounds the ratio from above where A < 0"
-        )
+        raise ValueError(f"dual_clip must be > 1, got {dual_clip}: it bounds the ratio from above where A < 0")
     mask, A = _mask_and_advantages(advantages, response_mask)
     ratio = _log_ratio(logprobs, old_logprobs, mask).exp()
     bound, clipped = _clip(ratio, A, clip_low, clip_high)

@@ -71,9 +71,7 @@ def micro_batch_loss(
     current = logprobs.detach()
     behaviour = torch.where(torch.isfinite(batch.behaviour_logprobs), batch.behaviour_logprobs, current)
     old = behaviour if proximal_logprobs is None else proximal_logprobs
-    terms = objective.loss(
-        logprobs, old, batch.advantages.expand_as(logprobs), mask, **objective.loss_options
-    )
+    terms = objective.loss(logprobs, old, batch.advantages.expand_as(logprobs), mask, **objective.loss_options)
     token_loss = terms.token_loss
     if objective.correction is not None:
         token_loss = token_loss * objective.correction(old, behaviour, mask, **objective.correction_options)

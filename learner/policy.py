@@ -65,7 +65,7 @@ class Policy(torch.nn.Module):
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
-        self.model = model
+        self.model: Any = model
         self._settings = settings
 
     @property

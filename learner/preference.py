@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 
-def bradley_terry(
-    chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0, centring: float = 0.0
-) -> Tensor:
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0, centring: float = 0.0) -> Tensor:
     """-log sigmoid(chosen - rejected - margin) + centring (chosen + rejected)^2. [B] -> [B].
 
     `margin` by how clear the preference was (Llama 2, arXiv:2307.09288); `centring`, e.g. 0.01, keeps scores

@@ -40,8 +40,7 @@ class LearnerGroup:
         self._start_timeout_s = start_timeout_s
         actor = ray.remote(LearnerRank)
         self._ranks = [
-            actor.options(**option).remote(settings, rank, len(options))
-            for rank, option in enumerate(options)
+            actor.options(**option).remote(settings, rank, len(options)) for rank, option in enumerate(options)
         ]
         self.optimizer_step = 0
 
@@ -76,9 +75,7 @@ class LearnerGroup:
         """References to the buckets of `version`, one by one as rank 0 has gathered them; last the Manifest itself."""
         streams = [r.export_weights.options(num_returns="streaming").remote(version) for r in self._ranks]
         # The other ranks only take part in gathering: their streams end without a value.
-        others = [
-            asyncio.ensure_future(self._drain(rank, stream)) for rank, stream in enumerate(streams) if rank
-        ]
+        others = [asyncio.ensure_future(self._drain(rank, stream)) for rank, stream in enumerate(streams) if rank]
         previous = None
         try:
             async for reference in streams[0]:
@@ -87,9 +84,7 @@ class LearnerGroup:
                 previous = reference
             manifest = await self._one(0, previous, self._timeout_s)
             if not isinstance(manifest, Manifest):
-                raise LearnerError(
-                    f"learner rank 0 ended the weights of version {version} without a manifest"
-                )
+                raise LearnerError(f"learner rank 0 ended the weights of version {version} without a manifest")
             await asyncio.wait_for(asyncio.gather(*others), self._timeout_s)
             yield manifest
         finally:
@@ -164,9 +159,7 @@ class LearnerGroup:
 
     async def _all(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
         """Every rank's answer. The first failure ends the wait: the other ranks may hang in a collective."""
-        tasks = [
-            asyncio.ensure_future(self._one(rank, ref, timeout_s)) for rank, ref in enumerate(references)
-        ]
+        tasks = [asyncio.ensure_future(self._one(rank, ref, timeout_s)) for rank, ref in enumerate(references)]
         try:
             return list(await asyncio.gather(*tasks))
         finally:

@@ -14,7 +14,6 @@ import dataclasses
 import logging
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,9 +133,7 @@ class LearnerRank:
         policy = Policy(s.policy)
         trainable = [p for p in policy.parameters() if p.requires_grad]
         count = sum(p.numel() for p in trainable)
-        optimizer = torch.optim.AdamW(
-            trainable, lr=s.learning_rate, betas=s.adam_betas, weight_decay=s.weight_decay
-        )
+        optimizer = torch.optim.AdamW(trainable, lr=s.learning_rate, betas=s.adam_betas, weight_decay=s.weight_decay)
         self._engine, *_ = deepspeed.initialize(
             model=policy, optimizer=optimizer, config=self._deepspeed_config(), dist_init_required=False
         )
@@ -190,9 +187,7 @@ class LearnerRank:
             for micro_batches in plan.updates:
                 for micro_batch in micro_batches:
                     if micro_batch not in proximal:
-                        proximal[micro_batch] = self._logprobs_without_gradient(
-                            self._tensors(micro_batch, data)
-                        )
+                        proximal[micro_batch] = self._logprobs_without_gradient(self._tensors(micro_batch, data))
         tokens = 0
         for micro_batches in plan.updates:
             rate = learning_rate(self._settings, self._optimizer_step)
@@ -211,19 +206,13 @@ class LearnerRank:
                         first_logprobs[key] = logprobs[i][batch.response_mask[i]].cpu().numpy()
             norms.append(self._step(rate))
             rates.append(rate)
-        report = LearnReport(
-            tally.sums, tally.maxima, tuple(norms), tuple(rates), self._optimizer_step, tokens
-        )
+        report = LearnReport(tally.sums, tally.maxima, tuple(norms), tuple(rates), self._optimizer_step, tokens)
         return report, first_logprobs
 
-    def _tensors(
-        self, micro_batch: MicroBatch, data: Mapping[int, Sequence[Trajectory]]
-    ) -> MicroBatchTensors:
+    def _tensors(self, micro_batch: MicroBatch, data: Mapping[int, Sequence[Trajectory]]) -> MicroBatchTensors:
         return build_tensors(micro_batch, data).to(self._device)
 
-    def _accumulate(
-        self, batch: MicroBatchTensors, proximal: torch.Tensor | None, tally: Any, *, last: bool
-    ) -> Any:
+    def _accumulate(self, batch: MicroBatchTensors, proximal: torch.Tensor | None, tally: Any, *, last: bool) -> Any:
         """Forward and backward of one micro-batch; its logprobs, detached."""
         from learner.objective import micro_batch_loss
 
@@ -255,7 +244,7 @@ class LearnerRank:
         self._engine.step()
         self._optimizer_step += 1
         norm = self._engine.get_global_grad_norm()
-        return float(own_norm if norm is None else norm)
+        return float(norm if norm is not None else own_norm or 0.0)
 
     def _plain_grad_norm(self) -> torch.Tensor:
         """Without ZeRO and in float32, DeepSpeed clips with torch and keeps no norm."""
@@ -365,9 +354,7 @@ class LearnerRank:
         """Load what `save` wrote; the optimizer step. Raises FileNotFoundError if there is nothing."""
         import torch
 
-        path, state = self._engine.load_checkpoint(
-            folder, tag="learner", load_module_strict=not self._policy.is_lora
-        )
+        path, state = self._engine.load_checkpoint(folder, tag="learner", load_module_strict=not self._policy.is_lora)
         if path is None:
             raise FileNotFoundError(f"no learner state in {folder}")
         self._optimizer_step = state["optimizer_step"]
@@ -405,11 +392,9 @@ class LearnerRank:
         self._policy.causal_lm.config.save_pretrained(target)
         if self._policy.causal_lm.can_generate():
             self._policy.causal_lm.generation_config.save_pretrained(target)
-        for file in Path(self._settings.policy.model_path).glob("*"):
-            # The tokenizer and its chat template, as they came.
-            if file.suffix in (".json", ".jinja", ".txt", ".model") and not (target / file.name).exists():
-                if not file.name.endswith(".index.json"):
-                    shutil.copy2(file, target / file.name)
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(self._settings.policy.model_path).save_pretrained(target)
 
     def memory_bytes(self) -> int:
         """Peak memory of this rank: device memory on a GPU, resident memory on a CPU."""

@@ -31,9 +31,7 @@ def _resolve(key: str, name: str, module: ModuleType) -> Callable[..., Any]:
             return load_function(name)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"{key}={name}: {error}") from error
-    raise ConfigError(
-        f"{key}={name}: expected one of {', '.join(selectable)}, or a dotted path to a function"
-    )
+    raise ConfigError(f"{key}={name}: expected one of {', '.join(selectable)}, or a dotted path to a function")
 
 
 def objective(config: AlgorithmConfig) -> Objective:
@@ -41,9 +39,7 @@ def objective(config: AlgorithmConfig) -> Objective:
     return Objective(
         loss=_resolve("algorithm.loss", config.loss, losses),
         loss_options=dict(config.loss_options),
-        correction=_resolve("algorithm.correction", config.correction, corrections)
-        if config.correction
-        else None,
+        correction=_resolve("algorithm.correction", config.correction, corrections) if config.correction else None,
         correction_options=dict(config.correction_options),
         kl=_resolve("algorithm.kl_estimator", config.kl_estimator, kl) if config.kl_coefficient else None,
         kl_coefficient=config.kl_coefficient,

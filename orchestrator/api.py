@@ -174,9 +174,7 @@ async def _train(config: Config, reward: UserReward | None) -> RunResult:
 
 async def _evaluate(config: Config, reward: UserReward | None) -> list[SetResult]:
     if not config.data.eval:
-        raise ConfigError(
-            "data.eval: no set to evaluate; give data.eval.NAME.path or data.eval.NAME.generator"
-        )
+        raise ConfigError("data.eval: no set to evaluate; give data.eval.NAME.path or data.eval.NAME.generator")
     prepared = prepare(config, reward, training=False)
     from orchestrator.cluster import Cluster
 
@@ -185,12 +183,18 @@ async def _evaluate(config: Config, reward: UserReward | None) -> list[SetResult
         async with Cluster(prepared, on_change=lambda: None, training=False) as cluster:
             assert cluster.checker is not None
             evaluator = Evaluator(
-                config, prepared.evaluation, cluster.rollouts, cluster.checker, folder / "eval"
+                config,
+                prepared.evaluation,
+                cluster.rollouts,
+                cluster.checker,
+                cluster.clerks,
+                folder / "eval",
             )
             results = await evaluator.run(0)
         console.show_table(f"evaluation of {prepared.model_path}", table(results))
-    with JsonlSink(folder / "eval" / "metrics.jsonl", lineage=0, resumed_from=None) as sink:
-        sink.write({"policy_version": 0, "time": time.time(), "lineage": 0, **metrics_of(results)})
+    sink = JsonlSink(folder / "eval" / "metrics.jsonl", lineage=0, resumed_from=None)
+    with Recorder([sink]) as recorder:
+        recorder.log(0, metrics_of(results))
     return results
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,9 +55,7 @@ def _advantages(config: Config, batch: Batch) -> dict[tuple[str, int], float]:
         [number for number, _, _ in scored],
         [member.response_length for _, _, member in scored],
     )
-    return {
-        (group_id, member.index): value for (_, group_id, member), value in zip(scored, values, strict=True)
-    }
+    return {(group_id, member.index): value for (_, group_id, member), value in zip(scored, values, strict=True)}
 
 
 def _rows(
@@ -92,7 +91,7 @@ def _rows(
 def _split(groups: Sequence[list[Row]], parts: int) -> list[Sequence[list[Row]]]:
     """Groups in order, in `parts` shares that differ by at most one group."""
     bounds = [len(groups) * i // parts for i in range(parts + 1)]
-    return [groups[low:high] for low, high in zip(bounds, bounds[1:], strict=False) if high > low]
+    return [groups[low:high] for low, high in itertools.pairwise(bounds) if high > low]
 
 
 def _weighted(config: Config, groups: Sequence[list[Row]]) -> list[list[Row]]:

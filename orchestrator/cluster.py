@@ -23,7 +23,8 @@ from learner.policy import PolicySettings
 from learner.rank_group import LearnerGroup
 from learner.worker import LearnerSettings
 from orchestrator.algorithm import objective
-from orchestrator.fleet import FleetError, RewardFleet, RolloutFleet
+from orchestrator.fleet import ClerkFleet, FleetError, RewardFleet, RolloutFleet
+from orchestrator.payloads import Clerk
 from orchestrator.placement import Placement, actor_options, plan
 from orchestrator.prepare import Prepared
 from reward_workers.alarm import ErrorAlarm
@@ -78,12 +79,12 @@ class Cluster:
             ) from error
         transport = config.rollout.weights.transport
         if transport == "auto":
-            transport = (
-                "nccl" if self.placement.device == "gpu" and not self.placement.shared else "shared_memory"
-            )
+            transport = "nccl" if self.placement.device == "gpu" and not self.placement.shared else "shared_memory"
         self.rollouts = self._rollout_fleet(transport)
         self.rewards = self._reward_fleet(self._prepared.rewards)
         self.checker = self._reward_fleet(self._prepared.checker) if self._prepared.checker else None
+        clerk = ray.remote(Clerk).options(num_cpus=0, max_restarts=-1, max_task_retries=2, scheduling_strategy="SPREAD")
+        self.clerks = ClerkFleet([clerk.remote() for _ in nodes], config.rollout.weights.timeout_s)
         timeout_s = config.rollout.start_timeout_s
         starting = [self.rollouts.start(0), self.rewards.start(timeout_s)]
         if self.checker is not None:
@@ -106,9 +107,7 @@ class Cluster:
         if ray.is_initialized():
             return
         address = self._prepared.config.placement.ray_address
-        runtime_env = {
-            "env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH")]))}
-        }
+        runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH")]))}}
         ray.init(
             address=address,
             include_dashboard=False,
@@ -136,8 +135,7 @@ class Cluster:
                 model_path=self._prepared.model_path,
                 dtype=config.model.dtype,
                 device=placement.device,
-                max_model_tokens=r.max_prompt_tokens
-                + max(r.max_response_tokens, config.eval.max_response_tokens or 0),
+                max_model_tokens=r.max_prompt_tokens + max(r.max_response_tokens, config.eval.max_response_tokens or 0),
                 max_concurrent_answers=r.max_concurrent_answers,
                 seed=engine_seed(config.run.seed, index),
                 transport=transport,
@@ -149,9 +147,7 @@ class Cluster:
             )
             options = actor_options(placement, self._group, index)
             # Enough room for every answer of a batch at once, besides probes and weights.
-            return actor.options(max_concurrency=10_000, **options).remote(
-                settings, config.model.chat_template_kwargs
-            )
+            return actor.options(max_concurrency=10_000, **options).remote(settings, config.model.chat_template_kwargs)
 
         return RolloutFleet(
             make_actor,
@@ -194,7 +190,7 @@ class Cluster:
     async def _leave(self) -> None:
         if not ray.is_initialized():
             return
-        for name in ("rollouts", "rewards", "checker", "learner"):
+        for name in ("rollouts", "rewards", "checker", "clerks", "learner"):
             part = getattr(self, name, None)
             if part is not None:
                 with contextlib.suppress(ray.exceptions.RayError):
@@ -208,7 +204,7 @@ class Cluster:
 def learner_settings(prepared: Prepared, placement: Placement) -> LearnerSettings:
     """What the ranks are started with."""
     config = prepared.config
-    a, l, m = config.algorithm, config.learner, config.model
+    a, learner, m = config.algorithm, config.learner, config.model
     return LearnerSettings(
         policy=PolicySettings(
             model_path=prepared.model_path,
@@ -216,23 +212,23 @@ def learner_settings(prepared: Prepared, placement: Placement) -> LearnerSetting
             lora_rank=m.lora.rank,
             lora_alpha=m.lora.alpha,
             lora_targets=m.lora.targets,
-            gradient_checkpointing=l.gradient_checkpointing,
-            chunk_tokens=l.logprob_chunk_tokens,
+            gradient_checkpointing=learner.gradient_checkpointing,
+            chunk_tokens=learner.logprob_chunk_tokens,
             entropy_gradient=a.entropy_coefficient != 0,
             seed=config.run.seed,
         ),
         objective=objective(a),
         device=placement.device,
         temperature=config.rollout.temperature,
-        zero_stage=l.zero_stage,
-        learning_rate=l.learning_rate,
+        zero_stage=learner.zero_stage,
+        learning_rate=learner.learning_rate,
         total_optimizer_steps=config.run.batches * a.updates_per_batch * a.epochs_per_batch,
-        warmup_steps=l.warmup_steps,
-        schedule=l.schedule,
-        weight_decay=l.weight_decay,
-        adam_betas=(l.adam_beta1, l.adam_beta2),
-        max_grad_norm=l.max_grad_norm,
-        offload=l.offload,
+        warmup_steps=learner.warmup_steps,
+        schedule=learner.schedule,
+        weight_decay=learner.weight_decay,
+        adam_betas=(learner.adam_beta1, learner.adam_beta2),
+        max_grad_norm=learner.max_grad_norm,
+        offload=learner.offload,
         recompute_proximal=a.proximal == "recompute",
         threads=placement.learner_threads if placement.device == "cpu" else None,
         bucket_bytes=config.rollout.weights.bucket_mib * 2**20,

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -52,9 +52,7 @@ class LoraConfig:
 class ModelConfig:
     # A folder, a hub id, or builtin:smollm2_135m / builtin:tiny (made in the user's cache at first use).
     path: str = MISSING
-    dtype: str = (
-        "bfloat16"  # bfloat16 | float32: engine weights and learner compute; master weights are float32
-    )
+    dtype: str = "bfloat16"  # bfloat16 | float32: engine weights and learner compute; master weights are float32
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {enable_thinking: false}
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -213,9 +211,7 @@ class EvalConfig:
     answers_per_prompt: int = 1
     temperature: float = 1.0
     max_response_tokens: int | None = None  # null: rollout.max_response_tokens
-    checker: RewardFunctionConfig | None = (
-        None  # not the training reward; null: reward.primary, with a warning
-    )
+    checker: RewardFunctionConfig | None = None  # not the training reward; null: reward.primary, with a warning
     pass_threshold: float = 1.0  # a checker's value that counts as right
     samples: int = 16  # answers written beside the numbers
 
@@ -253,7 +249,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
         try:
             composed = compose("config", overrides=[o for o in overrides if not _OWN_KEYS.match(o)])
             for override in filter(_OWN_KEYS.match, overrides):
-                composed = OmegaConf.merge(composed, _nested(override))
+                composed.merge_with(_nested(override))
             _refuse_unknown(composed, Config, "")
             config = OmegaConf.to_object(composed)
         except (HydraException, OmegaConfBaseException) as error:
@@ -286,9 +282,7 @@ def _refuse_unknown(node: Any, schema: Any, path: str) -> None:
         full = f"{path}{key}"
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            raise ConfigError(
-                f"{full}: there is no such key" + (f"; did you mean {path}{near[0]}?" if near else "")
-            )
+            raise ConfigError(f"{full}: there is no such key" + (f"; did you mean {path}{near[0]}?" if near else ""))
         child = node._get_node(key)
         if OmegaConf.is_dict(child) and dataclasses.is_dataclass(kind := OmegaConf.get_type(child)):
             _refuse_unknown(child, kind, f"{full}.")
@@ -382,9 +376,7 @@ def _check_sampling(config: Config) -> None:
                 f"the tokens it keeps, the learner would not, and every policy ratio would be wrong; leave it at {neutral}"
             )
     if r.temperature <= 0:
-        raise ConfigError(
-            f"rollout.temperature={r.temperature}: must be above 0, or all answers of a group are equal"
-        )
+        raise ConfigError(f"rollout.temperature={r.temperature}: must be above 0, or all answers of a group are equal")
     if config.eval.temperature < 0:
         raise ConfigError(f"eval.temperature={config.eval.temperature}: expected at least 0 (0 is greedy)")
     from learner.advantages import GROUP_RELATIVE
@@ -424,14 +416,10 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_names(config: Config) -> None:
     names = [("reward.functions", name) for name in config.reward.functions]
-    names += [("data.eval", name) for name in config.data.eval] + [
-        ("data.train", name) for name in config.data.train
-    ]
+    names += [("data.eval", name) for name in config.data.eval] + [("data.train", name) for name in config.data.train]
     for key, name in names:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            raise ConfigError(
-                f"{key}.{name}: a name becomes part of metric and file names; use letters, digits, _ . -"
-            )
+            raise ConfigError(f"{key}.{name}: a name becomes part of metric and file names; use letters, digits, _ . -")
 
 
 def _refuse_none_strings(node: Any, path: str) -> None:

@@ -24,9 +24,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     1 - C(samples - correct, k) / C(samples, k), unbiased. ValueError unless 1 <= k <= samples.
     """
     if not 1 <= k <= samples or not 0 <= correct <= samples:
-        raise ValueError(
-            f"need 1 <= k <= samples and 0 <= correct <= samples, got {k=}, {samples=}, {correct=}"
-        )
+        raise ValueError(f"need 1 <= k <= samples and 0 <= correct <= samples, got {k=}, {samples=}, {correct=}")
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -126,9 +124,7 @@ def divergence_onset(proxy: Sequence[float], gold: Sequence[float]) -> int | Non
     return None
 
 
-def scaling_curve(
-    compute: float, *, start: float, asymptote: float, exponent: float, midpoint: float
-) -> float:
+def scaling_curve(compute: float, *, start: float, asymptote: float, exponent: float, midpoint: float) -> float:
     """Expected reward after so much compute: R0 + (A - R0) / (1 + (C_mid / C)^B). ScaleRL,
     arXiv:2510.13786, eq. 1.
     """

@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from orchestrator.config import Config
 from orchestrator.durable import whole_file
 from orchestrator.estimates import majority_at_k, pass_at_k, wilson_interval
-from orchestrator.fleet import RewardFleet, RolloutFleet
-from orchestrator.payloads import completions
+from orchestrator.fleet import ClerkFleet, RewardFleet, RolloutFleet
 from orchestrator.prompts import Prompt, PromptSource
 from rollout_workers.trajectory import RewardResult
 from rollout_workers.worker import RolloutRequest, SamplingSettings
@@ -60,6 +57,7 @@ class Evaluator:
         sets: Sequence[PromptSource],
         rollouts: RolloutFleet,
         checker: RewardFleet,
+        clerks: ClerkFleet,
         folder: Path,
     ) -> None:
         self._config = config
@@ -69,7 +67,7 @@ class Evaluator:
         self._folder = folder
         in_flight = config.rollout.max_concurrent_answers * config.rollout.replicas
         self._slots = asyncio.Semaphore(max(1, in_flight // config.eval.answers_per_prompt))
-        self._completions = ray.remote(num_cpus=0)(completions)
+        self._clerks = clerks
 
     async def run(self, version: int) -> list[SetResult]:
         """Evaluate every set at `version`, which all engines must hold. Writes the answers to `eval/`."""
@@ -110,7 +108,7 @@ class Evaluator:
                     )
             payload = generated.payloads[0].reference
             verdicts = await self._checker.score(payload, prompt.columns, None, prompt.text)
-            texts = await asyncio.wait_for(self._completions.remote(payload), r.answer_timeout_s)
+            texts = await self._clerks.completions(payload)
         return Answered(
             prompt,
             texts,

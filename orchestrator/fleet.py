@@ -253,10 +253,7 @@ class RolloutFleet:
         """Every serving engine's logprobs (temperature 1) of the given texts, by replica name."""
         serving = [r for r in self._replicas if r.state == "serving"]
         answers = await asyncio.gather(
-            *(
-                self._call(r, r.handle.logprobs.remote(sequences), self._weights_timeout_s, "logprobs")
-                for r in serving
-            )
+            *(self._call(r, r.handle.logprobs.remote(sequences), self._weights_timeout_s, "logprobs") for r in serving)
         )
         return {replica.name: answer for replica, answer in zip(serving, answers, strict=True)}
 
@@ -304,11 +301,7 @@ class RolloutFleet:
             await asyncio.gather(*deliveries)
         assert manifest is not None
         pauses = await asyncio.gather(
-            *(
-                self._acknowledge(r, r.handle.update.remote(version), manifest)
-                for r in members
-                if r.state != "dead"
-            )
+            *(self._acknowledge(r, r.handle.update.remote(version), manifest) for r in members if r.state != "dead")
         )
         return manifest, [pause for pause in pauses if pause is not None]
 
@@ -354,10 +347,7 @@ class RolloutFleet:
         common |= {"world_size": 1 + self._workers_per_engine * len(members)}
         leaving = [r for r in members if r.handle in self._connected]
         await asyncio.gather(
-            *(
-                self._call(r, r.handle.disconnect.remote(), self._weights_timeout_s, "leave the group")
-                for r in leaving
-            )
+            *(self._call(r, r.handle.disconnect.remote(), self._weights_timeout_s, "leave the group") for r in leaving)
         )
         joins = [
             self._call(
@@ -440,6 +430,61 @@ class RewardFleet:
         for outcome in await asyncio.gather(*closings, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 logger.warning("a reward actor did not close cleanly: %r", outcome)
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+class ClerkFleet:
+    """The clerks, in turn. Their calls are references, so that payloads stay where they are."""
+
+    def __init__(self, actors: Sequence[Any], timeout_s: float) -> None:
+        self._actors = list(actors)
+        self._timeout_s = timeout_s
+        self._turn = 0
+
+    def _next(self) -> Any:
+        self._turn += 1
+        return self._actors[self._turn % len(self._actors)]
+
+    def merged(self, payloads: Sequence[Any]) -> Any:
+        """A reference to one payload of several."""
+        return self._next().merged.remote(*payloads)
+
+    async def completions(self, payload: Any) -> list[str]:
+        return await self._wait(self._next().completions.remote(payload), "read out a payload")
+
+    async def write_journal(
+        self,
+        folder: str,
+        lineage: int,
+        policy_version: int,
+        rows: Sequence[Mapping[str, Any]],
+        logprobs: Sequence[Any],
+        payloads: Sequence[Any],
+    ) -> None:
+        """Every clerk writes a share of the batch, whole groups each; returns when all of it is on disk."""
+        writing = []
+        for shard, clerk in enumerate(self._actors):
+            share = range(shard, len(payloads), len(self._actors))
+            numbers = {payload: number for number, payload in enumerate(share)}
+            mine = [{**row, "payload": numbers[row["payload"]]} for row in rows if row["payload"] in numbers]
+            if mine:
+                objects = [*logprobs, *(payloads[number] for number in share)]
+                reference = clerk.write_shard.remote(
+                    folder, lineage, policy_version, shard, mine, len(logprobs), *objects
+                )
+                writing.append(self._wait(reference, f"write journal shard {shard} of version {policy_version}"))
+        await asyncio.gather(*writing)
+
+    async def _wait(self, reference: Any, what: str) -> Any:
+        try:
+            return await asyncio.wait_for(reference, self._timeout_s)
+        except TimeoutError as error:
+            raise FleetError(f"a clerk did not {what} within {self._timeout_s:.0f} s") from error
+
+    async def close(self) -> None:
+        import ray
+
         for actor in self._actors:
             ray.kill(actor)
 

@@ -175,9 +175,7 @@ class Outcome:
 
     def __post_init__(self) -> None:
         if self.outcome not in FATES:
-            raise ValueError(
-                f"outcome of prompt {self.prompt_id} must be one of {FATES}, got {self.outcome!r}"
-            )
+            raise ValueError(f"outcome of prompt {self.prompt_id} must be one of {FATES}, got {self.outcome!r}")
 
 
 def begin_lineage(journal_dir: Path, resumed_from_version: int | None) -> int:
@@ -221,8 +219,7 @@ def write_trajectories(
         "behaviour_logprobs": _token_lists([t.behaviour_logprobs for t in trajectories], np.float32),
         "learner_logprobs": _token_lists([row.learner_logprobs for row in rows], np.float32, masks),
         "version_spans": [
-            [{"start": s.start, "end": s.end, "version": s.version} for s in t.version_spans]
-            for t in trajectories
+            [{"start": s.start, "end": s.end, "version": s.version} for s in t.version_spans] for t in trajectories
         ],
         "finish_reason": [t.finish_reason for t in trajectories],
         "turns": [t.turns for t in trajectories],
@@ -262,12 +259,8 @@ def write_outcomes(
     twice = [key for key, count in times.items() if count > 1]
     if twice:
         prompt_id, epoch = twice[0]
-        raise ValueError(
-            f"prompt {prompt_id} of epoch {epoch} settled more than once under version {policy_version}"
-        )
-    columns: dict[str, list[Any]] = {
-        name: [getattr(o, name) for o in outcomes] for name in OUTCOMES.names[2:]
-    }
+        raise ValueError(f"prompt {prompt_id} of epoch {epoch} settled more than once under version {policy_version}")
+    columns: dict[str, list[Any]] = {name: [getattr(o, name) for o in outcomes] for name in OUTCOMES.names[2:]}
     columns["reason"] = [_text(o.reason) for o in outcomes]
     head = {"lineage": [lineage] * len(outcomes), "policy_version": [policy_version] * len(outcomes)}
     table = pa.table({**head, **columns}, schema=OUTCOMES)
@@ -358,11 +351,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    if (
-        value is None
-        or isinstance(value, str | bool | int)
-        or (isinstance(value, float) and math.isfinite(value))
-    ):
+    if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return repr(value)
 

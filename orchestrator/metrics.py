@@ -55,9 +55,7 @@ CATALOGUE = (
     Metric("batch/trained_response_length", "mean length of the answers in the batch's loss", "tokens"),
     # Rewards.
     Metric("reward/mean", "mean total reward of the scored answers", "reward"),
-    Metric(
-        "reward/std", "population standard deviation of the total reward over the scored answers", "reward"
-    ),
+    Metric("reward/std", "population standard deviation of the total reward over the scored answers", "reward"),
     Metric(
         "reward/<component>/mean",
         "mean of one reward function's unweighted value, where it gave one",
@@ -76,9 +74,7 @@ CATALOGUE = (
         "answers whose data row holds a gold answer that can't be read",
         "share",
     ),
-    Metric(
-        "reward_metric/<metric>", "mean of a number that a reward function reported beside its value", "1"
-    ),
+    Metric("reward_metric/<metric>", "mean of a number that a reward function reported beside its value", "1"),
     # Groups.
     Metric("group/dispatched", "groups sent to the rollout workers", "groups"),
     Metric("group/scored", "groups whose answers were generated and judged", "groups"),
@@ -117,9 +113,7 @@ CATALOGUE = (
     Metric("queue/training", "groups of batches whose new version is not acknowledged yet", "groups"),
     # Staleness.
     Metric("staleness/stale_ratio", "trained answers with staleness above 0", "share"),
-    Metric(
-        "staleness/stale_token_ratio", "trained tokens whose own version is older than the learner's", "share"
-    ),
+    Metric("staleness/stale_token_ratio", "trained tokens whose own version is older than the learner's", "share"),
     Metric("staleness/mean", "mean staleness of the trained answers", "versions"),
     Metric("staleness/max", "largest staleness of a trained answer", "versions"),
     Metric(
@@ -139,12 +133,8 @@ CATALOGUE = (
     ),
     Metric("staleness/left_out_length_mean", "mean length of those answers", "tokens"),
     # The policy update.
-    Metric(
-        "actor/loss", "loss that was minimised, summed over micro-batches and ranks, mean over updates", "1"
-    ),
-    Metric(
-        "actor/entropy", "mean entropy of the policy's next-token distribution at the trained tokens", "nats"
-    ),
+    Metric("actor/loss", "loss that was minimised, summed over micro-batches and ranks, mean over updates", "1"),
+    Metric("actor/entropy", "mean entropy of the policy's next-token distribution at the trained tokens", "nats"),
     Metric(
         "actor/ppo_kl",
         "mean of old_logprobs - logprobs over the trained tokens: how far the updates moved the policy",
@@ -184,9 +174,7 @@ CATALOGUE = (
         "1",
     ),
     # Weights.
-    Metric(
-        "weights/pause_s", "longest time that one rollout actor wrote nothing because of the publish", "s"
-    ),
+    Metric("weights/pause_s", "longest time that one rollout actor wrote nothing because of the publish", "s"),
     Metric("weights/total_s", "from the start of the publish to the last acknowledgement", "s"),
     Metric("weights/sent_mib", "size of the tensors that were sent, once", "MiB"),
     Metric(
@@ -199,9 +187,7 @@ CATALOGUE = (
     # Time.
     Metric("time_s/batch", "from one version's acknowledgement to the next's", "s"),
     Metric("time_s/collect", "the loop waited for a batch: what generation and scoring did not hide", "s"),
-    Metric(
-        "time_s/learn", "the learner's forward, backward and optimizer updates, data transfer included", "s"
-    ),
+    Metric("time_s/learn", "the learner's forward, backward and optimizer updates, data transfer included", "s"),
     Metric("time_s/publish", "the new weights went to every rollout actor", "s"),
     Metric("time_s/eval", "held-out evaluation", "s"),
     Metric("time_s/checkpoint", "the loop was held up by a checkpoint", "s"),
@@ -216,9 +202,7 @@ CATALOGUE = (
         "s",
     ),
     # Speed.
-    Metric(
-        "perf/generated_tokens_per_s", "sampled tokens of all finished answers / time_s/batch", "tokens/s"
-    ),
+    Metric("perf/generated_tokens_per_s", "sampled tokens of all finished answers / time_s/batch", "tokens/s"),
     Metric("perf/trained_tokens_per_s", "batch/trained_tokens / time_s/batch", "tokens/s"),
     Metric("perf/answers_per_s", "all finished answers / time_s/batch", "answers/s"),
     Metric("perf/learner_busy_ratio", "time_s/learn / time_s/batch", "share"),
@@ -268,8 +252,7 @@ SECTIONS = {
     "queue": "How many groups were in each state when the batch was taken.",
     "staleness": "Staleness of an answer = version the learner is about to improve - oldest version among "
     "its sampled tokens, as the engine reported them.",
-    "actor": "Over the tokens in the loss of all ranks, mean over the batch's optimizer updates unless said "
-    "otherwise.",
+    "actor": "Over the tokens in the loss of all ranks, mean over the batch's optimizer updates unless said otherwise.",
     "mismatch": "How far the learner's logprobs, before its first update on the batch, are from those that "
     "the engine reported. At staleness 0 this is numerical difference alone.",
     "response_length": "Over the same answers as the reward metrics; prompt and tool tokens are not counted.",
@@ -323,9 +306,7 @@ def summarise(values: Iterable[float | None]) -> Summary | None:
     if not finite:
         return None
     mean = statistics.fmean(finite)
-    return Summary(
-        len(finite), mean, math.sqrt(statistics.fmean((v - mean) ** 2 for v in finite)), max(finite)
-    )
+    return Summary(len(finite), mean, math.sqrt(statistics.fmean((v - mean) ** 2 for v in finite)), max(finite))
 
 
 def reward_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
@@ -374,9 +355,7 @@ class Population:
     passed: float = 0.0
 
     def __add__(self, other: Population) -> Population:
-        return Population(
-            self.answers + other.answers, self.tokens + other.tokens, self.passed + other.passed
-        )
+        return Population(self.answers + other.answers, self.tokens + other.tokens, self.passed + other.passed)
 
 
 def bias_metrics(consumed: Population, scored: Population) -> dict[str, float]:

@@ -52,14 +52,10 @@ def resolve_model(path: str) -> Path | str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"model.path={path}: the folder has no config.json, it is not a Hugging Face model"
-            )
+            raise ConfigError(f"model.path={path}: the folder has no config.json, it is not a Hugging Face model")
         return folder.resolve()
     if folder.exists():
-        raise ConfigError(
-            f"model.path={path}: is a file; expected a model folder or a hub id (organisation/name)"
-        )
+        raise ConfigError(f"model.path={path}: is a file; expected a model folder or a hub id (organisation/name)")
     if not HUB_ID.fullmatch(path):
         raise ConfigError(
             f"model.path={path}: no such folder, and not a hub id (organisation/name) or a built-in model"
@@ -119,13 +115,9 @@ def _smollm2() -> Path:
     # Only its file is used: importing the package would need its own dependencies, a C++ build among them.
     weights = next((file for file in package.files or () if file.suffix == ".gguf"), None)
     if weights is None:
-        raise ConfigError(
-            f"model.path=builtin:smollm2_135m: {SMOLLM2_PACKAGE} {package.version} has no .gguf file"
-        )
+        raise ConfigError(f"model.path=builtin:smollm2_135m: {SMOLLM2_PACKAGE} {package.version} has no .gguf file")
     gguf = Path(str(package.locate_file(weights))).resolve()
-    return _make_once(
-        f"smollm2_135m-{package.version}-{SMOLLM2_RECIPE}", lambda folder: _write_smollm2(gguf, folder)
-    )
+    return _make_once(f"smollm2_135m-{package.version}-{SMOLLM2_RECIPE}", lambda folder: _write_smollm2(gguf, folder))
 
 
 def _write_smollm2(gguf: Path, folder: Path) -> None:
@@ -150,9 +142,7 @@ def _write_smollm2(gguf: Path, folder: Path) -> None:
     ).bfloat16()
     model.config.rms_norm_eps = 1e-5  # the file has its float32 neighbour
     model.config.bos_token_id = tokenizer.bos_token_id
-    model.config.eos_token_id = (
-        tokenizer.eos_token_id
-    )  # <|im_end|>, with which the chat template ends a message
+    model.config.eos_token_id = tokenizer.eos_token_id  # <|im_end|>, with which the chat template ends a message
     model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,

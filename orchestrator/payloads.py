@@ -1,4 +1,8 @@
-"""Small Ray tasks that touch token data where it lies, so that it never passes through the driver."""
+"""The clerks: small actors that touch token data near where it lies, so that it never passes through the driver.
+
+A clerk merges payloads of a group whose members were sampled again, writes journal shards, and reads out texts. There
+is one per node; they hold nothing between calls, so one that is lost is restarted by Ray and asked again.
+"""
 
 from __future__ import annotations
 
@@ -12,43 +16,46 @@ from orchestrator.journal import TrajectoryRow, write_trajectories
 from rollout_workers.trajectory import Trajectory
 
 
-def merged(*payloads: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-    """One payload of several, ordered by member; of a member that was sampled twice, the later one counts."""
-    by_index = {trajectory.index: trajectory for payload in payloads for trajectory in payload}
-    return tuple(by_index[index] for index in sorted(by_index))
+class Clerk:
+    """Create with `ray.remote(Clerk).options(num_cpus=0, max_restarts=-1, max_task_retries=2)`."""
 
+    def merged(self, *payloads: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+        """One payload of several, ordered by member; of a member that was sampled twice, the later one counts."""
+        by_index = {trajectory.index: trajectory for payload in payloads for trajectory in payload}
+        return tuple(by_index[index] for index in sorted(by_index))
 
-def write_shard(
-    journal_dir: str,
-    lineage: int,
-    policy_version: int,
-    rows: Sequence[Mapping[str, Any]],
-    logprob_count: int,
-    *objects: Any,
-) -> str:
-    """Write one batch's trajectories to the journal; returns the path.
+    def completions(self, payload: Sequence[Trajectory]) -> list[str]:
+        """The answers' texts, in the payload's order."""
+        return [trajectory.completion for trajectory in payload]
 
-    `rows` hold the fields of TrajectoryRow besides trajectory and logprobs, with `payload` and `index` instead. `objects`
-    are the ranks' logprobs (the first `logprob_count`), then the payloads.
-    """
-    logprobs: dict[tuple[str, int], np.ndarray] = {}
-    for of_rank in objects[:logprob_count]:
-        logprobs |= of_rank
-    payloads = objects[logprob_count:]
-    found = {(number, t.index): t for number, payload in enumerate(payloads) for t in payload}
-    written = []
-    for row in rows:
-        fields = dict(row)
-        trajectory = found[fields.pop("payload"), fields.pop("index")].with_reward(fields.pop("reward"))
-        sampled = logprobs.get((trajectory.group_id, trajectory.index))
-        full = None
-        if sampled is not None:
-            full = np.zeros(len(trajectory.token_ids), dtype=np.float32)
-            full[trajectory.response_mask] = sampled
-        written.append(TrajectoryRow(trajectory=trajectory, learner_logprobs=full, **fields))
-    return str(write_trajectories(Path(journal_dir), lineage, policy_version, 0, written))
+    def write_shard(
+        self,
+        journal_dir: str,
+        lineage: int,
+        policy_version: int,
+        shard: int,
+        rows: Sequence[Mapping[str, Any]],
+        logprob_count: int,
+        *objects: Any,
+    ) -> str:
+        """Write trajectories of one batch to the journal; returns the path.
 
-
-def completions(payload: Sequence[Trajectory]) -> list[str]:
-    """The answers' texts, in the payload's order."""
-    return [trajectory.completion for trajectory in payload]
+        `rows` hold the fields of TrajectoryRow besides trajectory and logprobs, with `payload` and `index` instead.
+        `objects` are the ranks' logprobs (the first `logprob_count`), then the payloads.
+        """
+        logprobs: dict[tuple[str, int], np.ndarray] = {}
+        for of_rank in objects[:logprob_count]:
+            logprobs |= of_rank
+        payloads = objects[logprob_count:]
+        found = {(number, t.index): t for number, payload in enumerate(payloads) for t in payload}
+        written = []
+        for row in rows:
+            fields = dict(row)
+            trajectory = found[fields.pop("payload"), fields.pop("index")].with_reward(fields.pop("reward"))
+            sampled = logprobs.get((trajectory.group_id, trajectory.index))
+            full = None
+            if sampled is not None:
+                full = np.zeros(len(trajectory.token_ids), dtype=np.float32)
+                full[trajectory.response_mask] = sampled
+            written.append(TrajectoryRow(trajectory=trajectory, learner_logprobs=full, **fields))
+        return str(write_trajectories(Path(journal_dir), lineage, policy_version, shard, written))

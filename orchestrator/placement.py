@@ -48,9 +48,7 @@ def plan(config: Config, nodes: list[dict[str, float]]) -> Placement:
     if device == "gpu":
         return _on_gpus(config, nodes, shared=shared)
     if config.rollout.weights.transport == "nccl":
-        raise ConfigError(
-            "rollout.weights.transport=nccl needs GPUs, and placement.device is cpu; leave it at auto"
-        )
+        raise ConfigError("rollout.weights.transport=nccl needs GPUs, and placement.device is cpu; leave it at auto")
     if shared:
         rollout_threads = config.rollout.threads or max(1, cpus // replicas)
         learner_threads = config.learner.threads or max(1, cpus // ranks)

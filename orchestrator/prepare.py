@@ -69,11 +69,9 @@ def _rewards(config: Config, reward: UserReward | None) -> RewardSet:
         if reward is not None:
             return RewardSet.of(reward)
         if not config.reward.functions:
-            raise ConfigError(
-                "reward.functions: no reward function; give reward.functions.NAME.path=module.function"
-            )
+            raise ConfigError("reward.functions: no reward function; give reward.functions.NAME.path=module.function")
         functions = [_function(name, item) for name, item in config.reward.functions.items()]
-        return RewardSet(tuple(functions), config.reward.primary)
+        return RewardSet(tuple(functions), config.reward.primary or "")
     except RewardFunctionError as error:
         raise ConfigError(f"reward.functions: {error}") from error
 

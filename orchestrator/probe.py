@@ -71,9 +71,7 @@ class Probe:
         self._learner_base = np.concatenate(await self._learner.logprobs(self._sequences))
         engines = await self._engines.logprobs(self._sequences)
         # All engines serve the same weights, and a replaced one must be comparable too: one base for all.
-        self._difference = (
-            np.mean([np.concatenate(values) for values in engines.values()], axis=0) - self._learner_base
-        )
+        self._difference = np.mean([np.concatenate(values) for values in engines.values()], axis=0) - self._learner_base
 
     async def canary(self, publish: Callable[[], Awaitable[object]], seed: int) -> ProbeReport:
         """Perturb the learner, publish, see every engine move as the learner did; restore, publish, see it return.

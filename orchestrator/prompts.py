@@ -114,9 +114,7 @@ def load_source(name: str, config: SourceConfig, kind: str) -> PromptSource:
             row_id = digest if copies[digest] == 1 else f"{digest}-{copies[digest]}"
         prompt_id = f"{name}:{row_id}"
         if prompt_id in places:
-            raise DataError(
-                f"{place}: has the id {row_id!r} of {rows.place(places[prompt_id])}; ids must differ"
-            )
+            raise DataError(f"{place}: has the id {row_id!r} of {rows.place(places[prompt_id])}; ids must differ")
         places[prompt_id] = index
         ids.append(prompt_id)
         columns.update(row)
@@ -192,10 +190,10 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self._cursors = {source.name: _Cursor(source, seed, shuffle, epochs) for source in sources}
-        self._outstanding: dict[tuple[str, int], Prompt] = {}  # in the order of their first dispatch
-        self._waiting: dict[
-            tuple[str, int], None
-        ] = {}  # those of them that are to be handed out again, in order
+        # In the order of their first dispatch.
+        self._outstanding: dict[tuple[str, int], Prompt] = {}
+        # Those of them that are to be handed out again, in order.
+        self._waiting: dict[tuple[str, int], None] = {}
 
     @classmethod
     def from_config(cls, sources: Sequence[PromptSource], config: DataConfig) -> PromptStream:
@@ -232,9 +230,7 @@ class PromptStream:
         if (prompt_id, epoch) not in self._outstanding:
             raise ValueError(f"prompt {prompt_id} of epoch {epoch} is not outstanding")
         if (prompt_id, epoch) in self._waiting:
-            raise ValueError(
-                f"prompt {prompt_id} of epoch {epoch} waits to be handed out again, it is not in flight"
-            )
+            raise ValueError(f"prompt {prompt_id} of epoch {epoch} waits to be handed out again, it is not in flight")
 
     @property
     def exhausted(self) -> bool:
@@ -270,8 +266,7 @@ class PromptStream:
                 raise DataError(f"data.{name}={now[name]}: the checkpoint was taken with {state[name]}")
         if list(state["sources"]) != list(self._cursors):
             raise DataError(
-                f"data.train: has the sources {', '.join(self._cursors)}, "
-                f"the checkpoint {', '.join(state['sources'])}"
+                f"data.train: has the sources {', '.join(self._cursors)}, the checkpoint {', '.join(state['sources'])}"
             )
         for name, cursor in self._cursors.items():
             cursor.restore(state["sources"][name])
@@ -287,10 +282,7 @@ class PromptStream:
             for index, prompt_id in enumerate(cursor.source.ids)
             if prompt_id in wanted
         }
-        return {
-            (prompt_id, epoch): found[prompt_id][0].prompt(found[prompt_id][1], epoch)
-            for prompt_id, epoch in keys
-        }
+        return {(prompt_id, epoch): found[prompt_id][0].prompt(found[prompt_id][1], epoch) for prompt_id, epoch in keys}
 
 
 class _Cursor:
@@ -316,9 +308,7 @@ class _Cursor:
             return range(len(self.source))
 
         def key(index: int) -> bytes:
-            return hashlib.blake2b(
-                f"{self._seed}:{epoch}:{self.source.ids[index]}".encode(), digest_size=16
-            ).digest()
+            return hashlib.blake2b(f"{self._seed}:{epoch}:{self.source.ids[index]}".encode(), digest_size=16).digest()
 
         return sorted(range(len(self.source)), key=key)
 
@@ -352,8 +342,6 @@ class _Cursor:
         if state["weight"] != weight:
             raise DataError(f"{key}.weight={weight}: the checkpoint was taken with {state['weight']}")
         if (state["rows"], state["digest"]) != (rows, self._digest):
-            raise DataError(
-                f"{key}: the data changed since the checkpoint; it had {state['rows']} rows, now {rows}"
-            )
+            raise DataError(f"{key}: the data changed since the checkpoint; it had {state['rows']} rows, now {rows}")
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._order_of(self.epoch)

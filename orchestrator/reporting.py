@@ -126,10 +126,7 @@ class BatchReport:
 
 
 def queue_gauges(counts: Counts) -> dict[str, float]:
-    return {
-        f"queue/{name}": getattr(counts, name)
-        for name in ("generating", "scoring", "parked", "ready", "training")
-    }
+    return {f"queue/{name}": getattr(counts, name) for name in ("generating", "scoring", "parked", "ready", "training")}
 
 
 def _left_out(batch: Batch) -> dict[str, float]:

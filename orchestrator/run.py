@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import ObjectLostError, RayTaskError
 
 from orchestrator.batching import LearningPlan, plan_learning
@@ -29,7 +28,6 @@ from orchestrator.evaluation import Evaluator, SetResult, metrics_of
 from orchestrator.fleet import BroadcastReport, RewardsLost, lost_rewards
 from orchestrator.flight import Flight
 from orchestrator.journal import JOURNAL, Outcome, write_outcomes
-from orchestrator.payloads import completions, merged, write_shard
 from orchestrator.prepare import Prepared
 from orchestrator.probe import Probe
 from orchestrator.prompts import Prompt, PromptStream
@@ -86,6 +84,7 @@ class Run:
         self.folder = folder
         self.lineage = lineage
         self.rollouts, self.rewards, self.learner = cluster.rollouts, cluster.rewards, cluster.learner
+        self.clerks = cluster.clerks
         self.recorder, self.wandb, self.console, self.store = recorder, wandb, console, store
         self.checkpoint = checkpoint
         self.prompts = PromptStream.from_config(prepared.train, config.data)
@@ -102,7 +101,7 @@ class Run:
         self.evaluator = None
         if cluster.checker is not None:
             self.evaluator = Evaluator(
-                config, prepared.evaluation, self.rollouts, cluster.checker, folder / "eval"
+                config, prepared.evaluation, self.rollouts, cluster.checker, cluster.clerks, folder / "eval"
             )
         e, c = config.eval, config.checkpoint
         self.eval_cadence = Cadence(e.every_batches, e.at_start, e.at_end)
@@ -123,9 +122,6 @@ class Run:
         self.dispatched = self.queue.counts.dispatched
         self.metrics: dict[str, Any] = {}
         self.phase = "starting"
-        self._merge = ray.remote(num_cpus=0)(merged)
-        self._write = ray.remote(num_cpus=0)(write_shard)
-        self._completions = ray.remote(num_cpus=0)(completions)
 
     @property
     def version(self) -> int:
@@ -140,9 +136,7 @@ class Run:
         await self.probe.begin()
         if self.config.rollout.weights.canary:
             self._show("canary")
-            await self.probe.canary(
-                lambda: self.rollouts.broadcast(self.learner, self.version), self.config.run.seed
-            )
+            await self.probe.canary(lambda: self.rollouts.broadcast(self.learner, self.version), self.config.run.seed)
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 await self.loop()
@@ -183,7 +177,8 @@ class Run:
             if (batch := self.queue.take_batch(shrink=shrink)) is not None:
                 return batch
             if (starvation := self.queue.starvation()) is not None:
-                return self._give_up(starvation)
+                self._give_up(starvation)
+                return None
             self._show("collect")
             try:
                 await asyncio.wait_for(self.changed.wait(), self.config.run.watchdog_s)
@@ -197,16 +192,14 @@ class Run:
         logger.warning("the run ends early. %s", starvation)
 
     def _dump(self) -> str:
-        oldest = "\n".join(
-            f"  {group}: prompt {prompt}, {stage}" for group, prompt, stage in self.queue.oldest()
-        )
+        oldest = "\n".join(f"  {group}: prompt {prompt}, {stage}" for group, prompt, stage in self.queue.oldest())
         return (
             f"no progress for run.watchdog_s={self.config.run.watchdog_s:.0f} s at version {self.version}.\n"
             f"{self.queue.counts}\noldest unfinished groups:\n{oldest}"
         )
 
     def _dispatch(self) -> None:
-        while self.queue.room() > 0:
+        while min(self.queue.room(), self._wanted()) > 0:
             prompt = self.prompts.next()
             if prompt is None:
                 self.queue.prompts_exhausted()
@@ -217,6 +210,11 @@ class Run:
             self.flights[group_id] = flight
             self.queue.dispatched(group_id, prompt.prompt_id, prompt.epoch)
             self.tasks.create_task(self._fly(flight), name=group_id)
+
+    def _wanted(self) -> int:
+        """Groups that the rest of the run can still use: nothing is generated for batches that will never be."""
+        rest = (self.config.run.batches - self.version) * self.config.sampling.groups_per_batch
+        return rest - self.queue.counts.untrained
 
     async def _fly(self, flight: Flight) -> None:
         """One group from dispatch to the queue's verdict."""
@@ -260,7 +258,7 @@ class Run:
         if flight.payload is not None:
             payloads.insert(0, flight.payload)
         if payloads:
-            flight.payload = payloads[0] if len(payloads) == 1 else self._merge.remote(*payloads)
+            flight.payload = payloads[0] if len(payloads) == 1 else self.clerks.merged(payloads)
         flight.generated_at = time.time()
 
     async def _score(self, flight: Flight) -> None:
@@ -309,14 +307,15 @@ class Run:
         step_before = self.learner.optimizer_step
         reports, tally, logprobs = await self.learner.learn(plan.ranks, payloads)
         rows = self._journal_rows(batch, plan, step_before, reports[0].optimizer_step)
-        self.journaled = self._write.remote(
-            str(self.folder / JOURNAL), self.lineage, batch.version, rows, len(logprobs), *logprobs, *payloads
+        self.journaled = self.tasks.create_task(
+            self.clerks.write_journal(
+                str(self.folder / JOURNAL), self.lineage, batch.version, rows, logprobs, payloads
+            ),
+            name="journal",
         )
         return plan, (reports, tally)
 
-    def _journal_rows(
-        self, batch: Batch, plan: LearningPlan, step_start: int, step_end: int
-    ) -> list[dict[str, Any]]:
+    def _journal_rows(self, batch: Batch, plan: LearningPlan, step_start: int, step_end: int) -> list[dict[str, Any]]:
         in_loss = {(row.group_id, row.index) for row in plan.rows}
         r = self.config.rollout
         extra = {
@@ -343,7 +342,7 @@ class Run:
         self._show("publish")
         self.sample = await self._sample(batch)
         broadcast = await self.rollouts.broadcast(self.learner, self.version + 1)
-        await asyncio.wait_for(self.journaled, self.config.rollout.weights.timeout_s)
+        await self.journaled
         self._carry_out(self.queue.acknowledged(self.version + 1))
         # The outcomes decided so far belong to the batch that led here; see the journal's third invariant.
         outcomes, self.outcomes = self.outcomes, []
@@ -354,9 +353,7 @@ class Run:
     async def _sample(self, batch: Batch) -> Sample:
         """One answer of the batch, to look at."""
         flight = self.flights[batch.groups[0].group_id]
-        texts = await asyncio.wait_for(
-            self._completions.remote(flight.payload), self.config.rollout.weights.timeout_s
-        )
+        texts = await self.clerks.completions(flight.payload)
         question = flight.prompt.messages[-1].get("content")
         return Sample(str(question), texts[0], flight.results[flight.answered[0]].value)
 
@@ -409,9 +406,7 @@ class Run:
         self.saved = self.version
         logger.info("checkpoint at version %d", self.version)
 
-    async def _record(
-        self, batch: Batch, plan: LearningPlan, learned: Any, broadcast: BroadcastReport
-    ) -> None:
+    async def _record(self, batch: Batch, plan: LearningPlan, learned: Any, broadcast: BroadcastReport) -> None:
         reports, tally = learned
         lengths = [row.response_length for row in plan.rows]
         values = self.report.values(self.queue, batch, lengths, reports, tally, broadcast, self.probed)
@@ -486,9 +481,7 @@ def shares_prefixes(prepared: Prepared) -> bool:
 
 def _probe_texts(prepared: Prepared) -> list[list[int]]:
     """The first prompts' tokens: fixed for the run, and text the policy cares about."""
-    prompts: list[Prompt] = [
-        prepared.train[0].prompt(i, 0) for i in range(min(PROBE_TEXTS, len(prepared.train[0])))
-    ]
+    prompts: list[Prompt] = [prepared.train[0].prompt(i, 0) for i in range(min(PROBE_TEXTS, len(prepared.train[0])))]
     return [prepared.chat.prompt_ids(prompt.messages)[-PROBE_TOKENS:] for prompt in prompts]
 
 

@@ -85,9 +85,7 @@ class _Group:
     stage: Stage = Stage.GENERATING
     resamples: int = 0
     members: tuple[Member, ...] = ()
-    oldest: dict[int, int] = field(
-        default_factory=dict
-    )  # version of the oldest token of each candidate member
+    oldest: dict[int, int] = field(default_factory=dict)  # version of the oldest token of each candidate member
     expires: int = 0  # learner version at which a ready group becomes stale
     eligible: bool = False  # ready and inside the window
 
@@ -103,9 +101,7 @@ class SamplingQueue:
         self.policy = settings.policy
         self.version = version  # the learner's: of the last acknowledged publish
         self._window = settings.window_batches * settings.groups_per_batch
-        self._effort = (
-            settings.max_dispatches_per_batch + settings.max_staleness
-        ) * settings.groups_per_batch
+        self._effort = (settings.max_dispatches_per_batch + settings.max_staleness) * settings.groups_per_batch
         self._dispatched = 0
         self._stages = dict.fromkeys(Stage, 0)
         self._judgements = dict.fromkeys(_JUDGEMENTS, 0)
@@ -130,9 +126,7 @@ class SamplingQueue:
         if group_id in self._groups:
             raise QueueError(f"group {group_id} (prompt {prompt_id}) was dispatched twice")
         if self._places() < 1:
-            raise QueueError(
-                f"group {group_id} (prompt {prompt_id}) was dispatched beyond the room: {self.counts}"
-            )
+            raise QueueError(f"group {group_id} (prompt {prompt_id}) was dispatched beyond the room: {self.counts}")
         group = _Group(group_id, prompt_id, epoch, sequence=self._dispatched)
         self._groups[group_id] = self._unfinished[group_id] = group
         self._dispatched += 1
@@ -229,12 +223,8 @@ class SamplingQueue:
     def acknowledged(self, version: int) -> Commands:
         """Every engine has `version`: the batch in training is trained, and ready groups grow older."""
         if version <= self.version:
-            raise QueueError(
-                f"version {version} was acknowledged, but the learner is at {self.version} already"
-            )
-        commands: list[Command] = [
-            self._done(group, Stage.TRAINED) for group in tuple(self._training.values())
-        ]
+            raise QueueError(f"version {version} was acknowledged, but the learner is at {self.version} already")
+        commands: list[Command] = [self._done(group, Stage.TRAINED) for group in tuple(self._training.values())]
         previous, self.version = self.version, version
         for expired in range(previous + 1, version + 1):
             commands.extend(self._stale(group) for group in tuple(self._expiring.get(expired, {}).values()))
@@ -244,7 +234,7 @@ class SamplingQueue:
 
     def room(self) -> int:
         """How many prompts may be dispatched now; 0 once the prompts are exhausted."""
-        return 0 if self._exhausted else max(0, self._places())
+        return 0 if self._exhausted else self._places()
 
     def starvation(self) -> Starvation | None:
         """Why no batch can be filled any more, or None while it still can."""
@@ -316,11 +306,8 @@ class SamplingQueue:
             != sorted(g.sequence for g in self._groups.values() if g.stage in UNFINISHED),
             "training groups are miscounted": len(self._training) != by_stage[Stage.TRAINING],
             "a ready group is stale": any(group.expires <= self.version for group in ready.values()),
-            "a ready group would not expire": ready
-            != {k: v for g in self._expiring.values() for k, v in g.items()},
-            "the window is wrong": any(
-                group.eligible != (group.sequence <= limit) for group in ready.values()
-            ),
+            "a ready group would not expire": ready != {k: v for g in self._expiring.values() for k, v in g.items()},
+            "the window is wrong": any(group.eligible != (group.sequence <= limit) for group in ready.values()),
             "eligible groups are miscounted": self._eligible_count != sum(g.eligible for g in ready.values()),
             "more places are claimed than there are": self._claimed() > self.policy.capacity,
             "the dispatch budget is overdrawn": self._budget < 0,
@@ -438,9 +425,7 @@ class SamplingQueue:
     def _assert_bounds(self) -> None:
         total = sum(self._stages.values())
         if total != self._dispatched or len(self._groups) > self.policy.capacity:
-            raise QueueError(
-                f"conservation or admission is broken (capacity {self.policy.capacity}): {self.counts}"
-            )
+            raise QueueError(f"conservation or admission is broken (capacity {self.policy.capacity}): {self.counts}")
 
 
 def _failure(members: Sequence[Member], needed: int) -> str:
@@ -448,6 +433,4 @@ def _failure(members: Sequence[Member], needed: int) -> str:
     statuses = Counter(member.status.value for member in members)
     empty = sum(member.reward is not None and not member.token_versions for member in members)
     found = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
-    return (
-        f"{needed} scored members with tokens are needed, got {found}, of them {empty} scored without tokens"
-    )
+    return f"{needed} scored members with tokens are needed, got {found}, of them {empty} scored without tokens"

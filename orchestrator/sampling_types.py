@@ -70,17 +70,11 @@ class QueueSettings:
         }
         for key, (value, minimum) in least.items():
             if not value >= minimum:  # so put, it refuses nan too
-                raise ValueError(
-                    f"{key} must be at least {minimum} (sampling.filter={self.filter}), got {value}"
-                )
+                raise ValueError(f"{key} must be at least {minimum} (sampling.filter={self.filter}), got {value}")
         if not 0 <= self.filter_tolerance < math.inf:
-            raise ValueError(
-                f"sampling.filter_tolerance must be finite, at least 0; got {self.filter_tolerance}"
-            )
+            raise ValueError(f"sampling.filter_tolerance must be finite, at least 0; got {self.filter_tolerance}")
         if not 0 < self.min_scored_fraction <= 1:
-            raise ValueError(
-                f"sampling.min_scored_fraction must be in (0, 1]; got {self.min_scored_fraction}"
-            )
+            raise ValueError(f"sampling.min_scored_fraction must be in (0, 1]; got {self.min_scored_fraction}")
 
     @property
     def policy(self) -> StalenessPolicy:
@@ -249,9 +243,7 @@ class BatchGroup:
     def excluded(self) -> tuple[Member, ...]:
         """Scored members that the staleness bound leaves out of the loss."""
         return tuple(
-            m
-            for m in self.members
-            if m.token_versions and m.reward is not None and m.index not in self.trainable
+            m for m in self.members if m.token_versions and m.reward is not None and m.index not in self.trainable
         )
 
 
@@ -311,6 +303,4 @@ class Starvation:
         text, count = max(causes.items(), key=lambda item: item[1])
         if count:
             return text
-        return (
-            "Raise data.epochs or add data." if self.exhausted else "Raise sampling.max_dispatches_per_batch."
-        )
+        return "Raise data.epochs or add data." if self.exhausted else "Raise sampling.max_dispatches_per_batch."

@@ -51,9 +51,7 @@ class Recorder:
     Every `log` is one record. A context manager: leaving it closes the sinks, as failed after an error.
     """
 
-    def __init__(
-        self, sinks: Sequence[Sink], *, lineage: int = 0, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, sinks: Sequence[Sink], *, lineage: int = 0, clock: Callable[[], float] = time.time) -> None:
         self._sinks = tuple(sinks)
         self._lineage = lineage
         self._clock = clock
@@ -116,9 +114,7 @@ class JsonlSink:
     def __init__(self, path: Path, *, lineage: int, resumed_from: int | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_off_half_line(path)
-        self._file = path.open(
-            "ab", buffering=0
-        )  # a line is one write: a kill leaves it whole or is repaired
+        self._file = path.open("ab", buffering=0)  # a line is one write: a kill leaves it whole or is repaired
         self._append({"lineage": lineage, "resumed_from": resumed_from, "time": time.time()})
 
     def write(self, record: Record) -> None:
@@ -243,9 +239,7 @@ class WandbSink:
         values = {name: value for name, value in record.items() if value is not None}
         self._submit(lambda: self._run.log(values))
 
-    def log_table(
-        self, policy_version: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
-    ) -> None:
+    def log_table(self, policy_version: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Queues a table, such as sample answers beside an evaluation's numbers; never blocks."""
         import wandb
 
@@ -287,9 +281,7 @@ class WandbSink:
         try:
             self._run.finish(exit_code=self._exit_code)
         except Exception:
-            logger.exception(
-                "W&B did not finish; its data is in %s, `wandb sync` sends it", self._run_dir / "wandb"
-            )
+            logger.exception("W&B did not finish; its data is in %s, `wandb sync` sends it", self._run_dir / "wandb")
 
 
 def _resolve(mode: WandbMode) -> Literal["online", "offline", "disabled"]:

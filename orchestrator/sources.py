@@ -58,9 +58,7 @@ def read_rows(key: str, config: SourceConfig) -> Rows:
     not exist, the data can't be parsed, or there is no row.
     """
     if (config.path is None) == (config.generator is None):
-        raise DataError(
-            f"{key}: give either path or generator, found {'neither' if config.path is None else 'both'}"
-        )
+        raise DataError(f"{key}: give either path or generator, found {'neither' if config.path is None else 'both'}")
     if config.limit is not None and config.limit < 1:
         raise DataError(f"{key}.limit={config.limit}: expected at least 1")
     if config.generator is not None:
@@ -82,9 +80,7 @@ def _read_path(key: str, path: str, split: str, limit: int | None) -> Rows:
         if file.suffix not in readers:
             raise DataError(f"{key}.path={path}: expected a file that ends with {', '.join(readers)}")
         return readers[file.suffix](key, file, limit)
-    if file.suffix in (".jsonl", ".ndjson", ".json", ".parquet") or not (
-        file.is_dir() or HUB_ID.fullmatch(path)
-    ):
+    if file.suffix in (".jsonl", ".ndjson", ".json", ".parquet") or not (file.is_dir() or HUB_ID.fullmatch(path)):
         raise DataError(f"{key}.path={path}: no such file or folder")
     return _read_dataset(key, path, split, limit)
 
@@ -137,9 +133,7 @@ def _read_dataset(key: str, path: str, split: str, limit: int | None) -> Rows:
     try:
         data = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(path, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(
-            f"{key}.path={path}: the data set (split {split}) could not be loaded: {error}"
-        ) from error
+        raise DataError(f"{key}.path={path}: the data set (split {split}) could not be loaded: {error}") from error
     if isinstance(data, Mapping):
         if split not in data:
             raise DataError(f"{key}.split={split}: {path} has the splits {', '.join(data)}")
@@ -156,9 +150,7 @@ def _generated(key: str, generator: str, options: Mapping[str, Any], limit: int 
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:
-        raise DataError(
-            f"{key}.options: do not fit {generator}{inspect.signature(function)}: {error}"
-        ) from error
+        raise DataError(f"{key}.options: do not fit {generator}{inspect.signature(function)}: {error}") from error
     rows: Sequence[Any] = list(itertools.islice(function(**options), limit))
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -203,25 +195,19 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def conversation(
-    row: Mapping[str, Any], config: SourceConfig, place: str
-) -> tuple[str | None, tuple[Message, ...]]:
+def conversation(row: Mapping[str, Any], config: SourceConfig, place: str) -> tuple[str | None, tuple[Message, ...]]:
     """The row's prompt as (its text or None, its messages with the source's system prompt)."""
     column = config.prompt_column
     prompt = row.get(column)
     if prompt is None:
-        raise DataError(
-            f"{place}: has no prompt (column {column}); its columns are {', '.join(row) or 'none'}"
-        )
+        raise DataError(f"{place}: has no prompt (column {column}); its columns are {', '.join(row) or 'none'}")
     text = None
     if isinstance(prompt, str):
         text, messages = prompt, [{"role": "user", "content": prompt}]
     elif isinstance(prompt, Sequence):
         messages = [_message(message, f"{place}: {column}[{i}]") for i, message in enumerate(prompt)]
     else:
-        raise DataError(
-            f"{place}: {column}: expected text or a list of messages, found {type(prompt).__name__}"
-        )
+        raise DataError(f"{place}: {column}: expected text or a list of messages, found {type(prompt).__name__}")
     if not any(message["content"].strip() for message in messages):
         raise DataError(f"{place}: {column}: is empty")
     if messages[-1]["role"] == "assistant":

@@ -153,6 +153,4 @@ def _span(versions: Iterable[int]) -> tuple[int, int]:
 
 def _reached(learner_version: int, newest: int) -> None:
     if newest > learner_version:
-        raise ValueError(
-            f"tokens were sampled under version {newest}, but the learner is at {learner_version}"
-        )
+        raise ValueError(f"tokens were sampled under version {newest}, but the learner is at {learner_version}")

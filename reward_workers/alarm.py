@@ -42,9 +42,7 @@ class ErrorAlarm:
             raise ValueError(f"the minimum must lie between 1 and the window, {window}, got {minimum}")
         self._limit = limit
         self._minimum = minimum
-        self._recent: deque[tuple[tuple[str, str], ...]] = deque(
-            maxlen=window
-        )  # per verdict: who failed, and how
+        self._recent: deque[tuple[tuple[str, str], ...]] = deque(maxlen=window)  # per verdict: who failed, and how
 
     def add(self, results: Iterable[RewardResult]) -> Alarm | None:
         """Take verdicts in; the alarm if the share is over the limit now, else None."""
@@ -64,8 +62,6 @@ def _causes(result: RewardResult) -> tuple[tuple[str, str], ...]:
     if result.status not in FAILED:
         return ()
     found = tuple(
-        (name, str(part["error"]))
-        for name, part in result.detail.items()
-        if isinstance(part, dict) and "error" in part
+        (name, str(part["error"])) for name, part in result.detail.items() if isinstance(part, dict) and "error" in part
     )
     return found or (("unknown", result.status.value),)

@@ -48,7 +48,9 @@ def _number(word: str) -> str | None:
         number = Decimal(bare)
     except InvalidOperation:
         return None
-    return f"{number.normalize() or 0:f}" if number.is_finite() else None
+    if not number.is_finite():
+        return None
+    return f"{number.normalize():f}" if number else "0"
 
 
 @functools.cache

@@ -69,9 +69,7 @@ def load_function(path: str | Callable[..., Any]) -> Callable[..., Any]:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise  # the module is there, something that it imports is not
-            raise RewardFunctionError(
-                f"reward function {path!r}: there is no module {error.name!r}"
-            ) from error
+            raise RewardFunctionError(f"reward function {path!r}: there is no module {error.name!r}") from error
     if not hasattr(module, name):
         there = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
         raise RewardFunctionError(f"reward function {path!r}: the module has no {name!r}; it has {there}")
@@ -237,9 +235,7 @@ class RewardFunction:
         return {} if self.signature.is_class else self.options
 
     def _target(self) -> Callable[..., Any]:
-        return load_function(
-            cloudpickle.loads(self.function) if isinstance(self.function, bytes) else self.function
-        )
+        return load_function(cloudpickle.loads(self.function) if isinstance(self.function, bytes) else self.function)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {key: value for key, value in vars(self).items() if key != "loaded"}
@@ -257,9 +253,7 @@ def _inspect(name: str, target: Callable[..., Any], options: Mapping[str, Any]) 
         # Asking the class itself for __call__ would find its metaclass's, which constructs.
         calls = [vars(base)["__call__"] for base in target.__mro__ if "__call__" in vars(base)]
         if not calls:
-            raise RewardFunctionError(
-                f"{where} is a class whose instances can't be called: it has no __call__"
-            )
+            raise RewardFunctionError(f"{where} is a class whose instances can't be called: it has no __call__")
         called = calls[0]
         try:
             inspect.signature(target).bind(**options)
@@ -275,9 +269,7 @@ def _inspect(name: str, target: Callable[..., Any], options: Mapping[str, Any]) 
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     member, group = [n for n in names if n in MEMBER_ARGUMENTS], [n for n in names if n in GROUP_ARGUMENTS]
     if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
-        raise RewardFunctionError(
-            f"{where} takes {', '.join(positional)} by position only; arguments go by name"
-        )
+        raise RewardFunctionError(f"{where} takes {', '.join(positional)} by position only; arguments go by name")
     if bool(member) == bool(group):
         raise RewardFunctionError(
             f"{where} takes ({', '.join(names)}): it must name what it judges, either one trajectory "
@@ -287,9 +279,7 @@ def _inspect(name: str, target: Callable[..., Any], options: Mapping[str, Any]) 
         reserved = {*MEMBER_ARGUMENTS, *GROUP_ARGUMENTS, *TRL_ARGUMENTS}
         unknown = sorted(o for o in options if o in reserved or not (takes_all or o in names))
         if unknown:
-            raise RewardFunctionError(
-                f"{where} has no option {', '.join(unknown)}; it takes ({', '.join(names)})"
-            )
+            raise RewardFunctionError(f"{where} has no option {', '.join(unknown)}; it takes ({', '.join(names)})")
     return Signature(
         parameters=names,
         required=frozenset(p.name for p in named if p.default is p.empty),
@@ -320,9 +310,7 @@ def _group_arguments(group: TrajectoryGroup, text_prompt: str | None, call: Call
         completions: list[Any] = [list(t.messages[len(t.prompt_messages) :]) for t in members]
     else:
         prompts, completions = [text_prompt] * len(members), [t.completion for t in members]
-    version = max(
-        (span.version for t in members for span in t.version_spans), default=group.dispatched_at_version
-    )
+    version = max((span.version for t in members for span in t.version_spans), default=group.dispatched_at_version)
     return {
         "prompts": prompts,
         "completions": completions,
@@ -357,9 +345,7 @@ def _number(name: str, value: Any) -> float:
     if hasattr(value, "tolist"):  # numpy and torch scalars
         value = value.tolist()
     if not isinstance(value, int | float):
-        raise TypeError(
-            f"reward function {name!r} must return a number, None or a RewardResult, got {_shown(value)}"
-        )
+        raise TypeError(f"reward function {name!r} must return a number, None or a RewardResult, got {_shown(value)}")
     try:
         number = float(value)
     except OverflowError:

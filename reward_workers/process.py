@@ -47,9 +47,7 @@ KILL_TIMEOUT_S = 10.0  # for a killed process to be gone
 MAX_ERROR_CHARACTERS = 500
 MAX_TRACEBACK_CHARACTERS = 4000
 PR_SET_PDEATHSIG = 1
-BOOT = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from reward_workers.process import main; main()"
-)
+BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from reward_workers.process import main; main()"
 
 
 class ProcessStartError(RuntimeError):
@@ -145,9 +143,7 @@ class RewardProcess:
             except ProcessLostError as lost:
                 problems.append(str(lost))
                 logger.warning("a reward process failed to start: %s", lost)
-        raise ProcessStartError(
-            f"reward processes failed to start {START_TRIES} times in a row: {problems[-1]}"
-        )
+        raise ProcessStartError(f"reward processes failed to start {START_TRIES} times in a row: {problems[-1]}")
 
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
@@ -218,9 +214,7 @@ class RewardProcess:
         try:
             return process.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            logger.error(
-                "reward process %d was killed and does not go away: stuck in the kernel", process.pid
-            )
+            logger.error("reward process %d was killed and does not go away: stuck in the kernel", process.pid)
             return None
 
 
@@ -290,9 +284,7 @@ def _judge(
         return subject.failures(member, Status.ERRORED, error)
 
 
-async def _judge_together(
-    function: RewardFunction, subject: Subject, job: Job, connection: Connection
-) -> None:
+async def _judge_together(function: RewardFunction, subject: Subject, job: Job, connection: Connection) -> None:
     async def judge(member: int | None) -> None:
         deadline = asyncio.timeout(job.timeout_s)
         try:

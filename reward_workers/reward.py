@@ -28,14 +28,14 @@ VOID = (*FAILED, Status.UNPARSEABLE_ANSWER)
 class RewardSet:
     """The reward functions of a run. The total is the weighted sum of the components that are not None.
 
-    `primary` names the correctness-like component; None becomes the first function. `search_path` is where
+    `primary` names the correctness-like component; empty becomes the first function. `search_path` is where
     Python looked for modules when the set was made: worker processes look there as well.
 
     Raises RewardFunctionError for no functions, two of one name, no weight at all, or an unknown primary.
     """
 
     functions: Sequence[RewardFunction]
-    primary: str | None = None
+    primary: str = ""
     search_path: Sequence[str] = field(default_factory=lambda: tuple(sys.path))
 
     def __post_init__(self) -> None:
@@ -62,9 +62,7 @@ class RewardSet:
             return tuple(self.functions)
         known = [function.name for function in self.functions]
         if unknown := [name for name in names if name not in known]:
-            raise RewardFunctionError(
-                f"there is no reward function {', '.join(unknown)}; there are {', '.join(known)}"
-            )
+            raise RewardFunctionError(f"there is no reward function {', '.join(unknown)}; there are {', '.join(known)}")
         if not names:
             raise RewardFunctionError(f"an empty set of reward functions; there are {', '.join(known)}")
         return tuple(function for function in self.functions if function.name in names)
@@ -86,9 +84,7 @@ class RewardSet:
         detail = {name: dict(results[name].detail) for name in weights if results[name].detail}
         statuses = {result.status for result in results.values()}
         failure = next((status for status in VOID if status in statuses), None)
-        counted = [
-            weights[name] * value for name, value in components.items() if value is not None and weights[name]
-        ]
+        counted = [weights[name] * value for name, value in components.items() if value is not None and weights[name]]
         if failure is not None or not counted:
             return RewardResult(None, failure or Status.UNSCORED, components, metrics, detail)
         try:

@@ -127,9 +127,7 @@ class RewardWorker:
     ) -> None:
         self.close()
 
-    def _judge(
-        self, process: RewardProcess, function: RewardFunction, subject: bytes, size: int
-    ) -> list[RewardResult]:
+    def _judge(self, process: RewardProcess, function: RewardFunction, subject: bytes, size: int) -> list[RewardResult]:
         """One function's results for the `size` trajectories of a group, in order."""
         calls = (None,) if function.signature.whole_group else tuple(range(size))
         together = function.signature.is_async
@@ -144,9 +142,7 @@ class RewardWorker:
             if errors:
                 who = "the group" if call is None else f"trajectory {call}"
                 level, then = (logging.WARNING, "given up") if last else (logging.INFO, "to be tried again")
-                logger.log(
-                    level, "reward function %r failed on %s, %s: %s", function.name, who, then, errors[0]
-                )
+                logger.log(level, "reward function %r failed on %s, %s: %s", function.name, who, then, errors[0])
             if last or not errors:
                 results[call] = of_members
 
@@ -171,9 +167,7 @@ class RewardWorker:
             if self._closed:
                 raise RuntimeError("the reward worker is closed")
             process = (
-                self._idle.pop()
-                if self._idle
-                else RewardProcess(self._payload, self._spawner, self._start_timeout_s)
+                self._idle.pop() if self._idle else RewardProcess(self._payload, self._spawner, self._start_timeout_s)
             )
             self._busy.add(process)
         whole = False

@@ -40,9 +40,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
         if reserved := [name for name in self.kwargs if name in OWN_ARGUMENTS]:
-            raise ValueError(
-                f"model.chat_template_kwargs: {', '.join(reserved)} can't be set, they are fixed"
-            )
+            raise ValueError(f"model.chat_template_kwargs: {', '.join(reserved)} can't be set, they are fixed")
         if not tokenizer.chat_template:
             raise ValueError(
                 f"the tokenizer of {tokenizer.name_or_path} has no chat template (chat_template.jinja, or in "
@@ -91,9 +89,7 @@ class ChatTemplate:
         return list(ids)
 
 
-def _eos_ids(
-    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None
-) -> tuple[int, ...]:
+def _eos_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> tuple[int, ...]:
     """The tokenizer's end-of-sequence id first, then the generation config's others, without repetition."""
     found: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     further = None if generation_config is None else generation_config.eos_token_id

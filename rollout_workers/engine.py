@@ -26,6 +26,7 @@ from rollout_workers.weights.vllm_plugin import ENGINE_EXTENSION, NCCL_BACKEND, 
 logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_MIB = 512
+CPU_STEP_TOKENS = 8192  # of one engine step, prompts included
 CPU_BLOCK_TOKENS = 32  # prompts shorter than a block never meet the prefix cache; vLLM's CPU default is 128
 
 
@@ -94,14 +95,15 @@ class Engine:
             "enable_prefix_caching": True,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # never a model's own top_p or temperature
-            "weight_transfer_config": {
-                "backend": NCCL_BACKEND if s.transport == "nccl" else SHARED_MEMORY_BACKEND
-            },
+            "weight_transfer_config": {"backend": NCCL_BACKEND if s.transport == "nccl" else SHARED_MEMORY_BACKEND},
             "worker_extension_cls": ENGINE_EXTENSION,
             "disable_log_stats": True,
         }
         if s.device == "cpu":
             options["block_size"] = CPU_BLOCK_TOKENS
+            # A seeded request whose prefill is cut into chunks kills vLLM 0.32's CPU engine.
+            options["enable_chunked_prefill"] = False
+            options["max_num_batched_tokens"] = max(CPU_STEP_TOKENS, s.max_model_tokens)
             if s.tensor_parallel_size == 1:
                 options["distributed_executor_backend"] = "uni"
         kv_cache_mib = s.kv_cache_mib or (CPU_KV_CACHE_MIB if s.device == "cpu" else None)
@@ -146,9 +148,7 @@ class Engine:
         )
         if output.weight_versions is None:
             raise ValueError("the engine reported no weight versions for an answer")
-        spans = tuple(
-            VersionSpan(s.start, s.end, int(s.version)) for s in output.weight_versions if s.end > s.start
-        )
+        spans = tuple(VersionSpan(s.start, s.end, int(s.version)) for s in output.weight_versions if s.end > s.start)
         return Answer(ids, logprobs, spans, output.finish_reason or "unknown")
 
     async def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:

@@ -26,7 +26,7 @@ import numpy as np
 Message = Mapping[str, Any]
 
 
-class Status(str, enum.Enum):
+class Status(enum.StrEnum):
     """What became of a reward."""
 
     SCORED = "scored"
@@ -112,9 +112,7 @@ class Trajectory:
             previous_end = span.end
             covered += span.end - span.start
         if self.version_spans and covered != int(self.response_mask.sum()):
-            raise ValueError(
-                f"{name}: version spans cover {covered} of {self.response_length} sampled tokens"
-            )
+            raise ValueError(f"{name}: version spans cover {covered} of {self.response_length} sampled tokens")
 
     @property
     def response_length(self) -> int:
@@ -139,9 +137,7 @@ class Trajectory:
         """The messages before the first one that the policy wrote (`metadata["prompt_length_messages"]`)."""
         count = self.metadata.get("prompt_length_messages")
         if count is None:
-            count = next(
-                (i for i, m in enumerate(self.messages) if m["role"] == "assistant"), len(self.messages)
-            )
+            count = next((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), len(self.messages))
         return self.messages[:count]
 
     @property
@@ -180,9 +176,7 @@ class Trajectory:
         if choice is not None:
             message = _get(choice, "message")
             conversation.append(
-                message
-                if isinstance(message, Mapping)
-                else {"role": "assistant", "content": _get(message, "content")}
+                message if isinstance(message, Mapping) else {"role": "assistant", "content": _get(message, "content")}
             )
             finish_reason = _get(choice, "finish_reason") or "stop"
             ids = _get(choice, "token_ids") or ()
@@ -226,9 +220,7 @@ class TrajectoryGroup:
     def __post_init__(self) -> None:
         for trajectory in self.trajectories:
             if trajectory.group_id != self.group_id:
-                raise ValueError(
-                    f"group {self.group_id} was given a trajectory of group {trajectory.group_id}"
-                )
+                raise ValueError(f"group {self.group_id} was given a trajectory of group {trajectory.group_id}")
 
     @classmethod
     def from_messages(

@@ -128,16 +128,12 @@ class RolloutWorker:
             return await self._engine.generate(
                 prompt_ids,
                 temperature=sampling.temperature,
-                max_tokens=min(
-                    sampling.max_response_tokens, self._settings.max_model_tokens - len(prompt_ids)
-                ),
+                max_tokens=min(sampling.max_response_tokens, self._settings.max_model_tokens - len(prompt_ids)),
                 eos_ids=self._chat.eos_ids,
                 seed=seed,
             )
 
-    def _trajectory(
-        self, request: RolloutRequest, index: int, prompt_ids: Sequence[int], answer: Answer
-    ) -> Trajectory:
+    def _trajectory(self, request: RolloutRequest, index: int, prompt_ids: Sequence[int], answer: Answer) -> Trajectory:
         prompt_length = len(prompt_ids)
         total = prompt_length + len(answer.token_ids)
         mask = np.zeros(total, dtype=bool)
@@ -159,8 +155,7 @@ class RolloutWorker:
             response_mask=mask,
             behaviour_logprobs=logprobs,
             version_spans=tuple(
-                VersionSpan(s.start + prompt_length, s.end + prompt_length, s.version)
-                for s in answer.version_spans
+                VersionSpan(s.start + prompt_length, s.end + prompt_length, s.version) for s in answer.version_spans
             ),
             finish_reason=answer.finish_reason,
             metadata={"prompt_length_messages": len(request.messages)},

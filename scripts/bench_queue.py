@@ -30,8 +30,7 @@ def members(version: int, *, differ: bool = True) -> tuple[Member, ...]:
     """A group sampled at `version`, with half its answers right or with none."""
     rewards = [float(differ and index % 2) for index in range(ANSWERS)]
     return tuple(
-        Member(index, Status.SCORED, reward, reward, ((version, 64),), 64)
-        for index, reward in enumerate(rewards)
+        Member(index, Status.SCORED, reward, reward, ((version, 64),), 64) for index, reward in enumerate(rewards)
     )
 
 
@@ -92,9 +91,7 @@ def lifecycles_per_s(total: int, capacity: int, seed: int = 0) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the groups, once")
     quick = parser.parse_args().quick
     share, repeats = (10, 1) if quick else (1, 3)

@@ -86,9 +86,7 @@ def _fields(node: ast.ClassDef) -> list[tuple[str, ast.AnnAssign]]:
     ]
 
 
-def _keys(
-    node: ast.ClassDef, prefix: str, classes: dict[str, ast.ClassDef]
-) -> Iterator[tuple[str, ast.AnnAssign]]:
+def _keys(node: ast.ClassDef, prefix: str, classes: dict[str, ast.ClassDef]) -> Iterator[tuple[str, ast.AnnAssign]]:
     """Dotted keys below a class with their fields, those of nested classes in place."""
     for name, item in _fields(node):
         key = f"{prefix}.{name}"
@@ -135,9 +133,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only tell whether the pages are current")
     check = parser.parse_args().check
     pages = {

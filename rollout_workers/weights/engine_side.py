@@ -32,7 +32,7 @@ from rollout_workers.weights.manifest import checksum
 class _Recorder:
     """Stands for the model while weights are received: passes them on, and keeps their checksums."""
 
-    def __init__(self, model: torch.nn.Module, received: dict[str, int]) -> None:
+    def __init__(self, model: Any, received: dict[str, int]) -> None:
         self._model = model
         self._received = received
 
@@ -90,9 +90,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
         slots = [Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in update_info.slots]
         with open(update_info.path, "rb") as file:
             # A private writable map: torch wants writable memory, the file is never written.
-            mapped = mmap.mmap(
-                file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
+            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         data = torch.frombuffer(mapped, dtype=torch.uint8)
         _Recorder(self.model, self.received).load_weights(
             (name, tensor.to(self.device)) for name, tensor in unpack(slots, data)
@@ -118,8 +116,8 @@ class RecordingNCCLEngine(NCCLWeightTransferEngine):
         super().start_weight_update()
 
     def receive_weights(self, update_info: Any) -> None:
-        model = self.model
-        self.model = _Recorder(model, self.received)
+        model: Any = self.model
+        self.model: Any = _Recorder(model, self.received)
         try:
             super().receive_weights(update_info)
         finally:

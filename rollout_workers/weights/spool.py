@@ -23,7 +23,7 @@ class Spool:
     def add(self, bucket: Bucket) -> None:
         handle = os.memfd_create("headway-weights", os.MFD_CLOEXEC)
         try:
-            view = memoryview(bucket.data)
+            view = memoryview(bucket.data.data)
             written = 0
             while written < len(view):
                 written += os.write(handle, view[written : written + 2**30])

@@ -68,9 +68,7 @@ def test_equal_rewards_give_exactly_zero(name: str, value: float, size: int, dty
     assert (result[:size] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "name", sorted(advantages.GROUP_RELATIVE - {"gdpo", "lite_ppo", "reinforce_pp_baseline"})
-)
+@pytest.mark.parametrize("name", sorted(advantages.GROUP_RELATIVE - {"gdpo", "lite_ppo", "reinforce_pp_baseline"}))
 def test_a_group_does_not_see_the_others(name: str) -> None:
     rewards = torch.tensor([1.0, 0.0, 0.5, 9.0, -9.0])
     groups, lengths = torch.tensor([4, 4, 4, 1, 1]), torch.tensor([3, 5, 2, 1, 1])

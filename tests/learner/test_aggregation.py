@@ -28,9 +28,7 @@ def test_any_split_adds_up_to_the_same_loss_and_gradient(
     numbers = [group for _, group in rows]
     options = OPTIONS.get(name, {})
     lengths = [sum(row) for row, _ in rows]
-    from_lengths = torch.tensor(
-        aggregation.row_weights(name, lengths, numbers, **options), dtype=torch.float64
-    )
+    from_lengths = torch.tensor(aggregation.row_weights(name, lengths, numbers, **options), dtype=torch.float64)
     weights = getattr(aggregation, name)(mask.double(), torch.tensor(numbers), **options)
     assert torch.equal(weights, from_lengths[:, None] * mask)
     if name != "seq_sum_const":  # the others are means: their weights add up to 1
@@ -78,8 +76,6 @@ def test_empty_rows_and_groups_leave_the_denominator() -> None:
         ("seq_sum_const", [1], {"max_tokens": 0}, "must be positive"),
     ],
 )
-def test_bad_arguments_are_named(
-    name: str, lengths: list[int], options: dict[str, int], message: str
-) -> None:
+def test_bad_arguments_are_named(name: str, lengths: list[int], options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         aggregation.row_weights(name, lengths, [0], **options)

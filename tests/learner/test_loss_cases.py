@@ -17,9 +17,7 @@ from learner import advantages, aggregation, corrections, entropy, kl, losses
 from orchestrator import estimates
 
 DATA = Path(__file__).parent.parent / "data" / "reported_bugs.jsonl"
-CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case for case in map(json.loads, DATA.read_text().splitlines())
-}
+CASES: dict[str, dict[str, Any]] = {case["id"]: case for case in map(json.loads, DATA.read_text().splitlines())}
 
 
 def given(case_id: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -67,9 +67,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    ratio=st.floats(0.05, 20), advantage=st.floats(-5, 5), dual_clip=st.one_of(st.none(), st.floats(1.5, 10))
-)
+@given(ratio=st.floats(0.05, 20), advantage=st.floats(-5, 5), dual_clip=st.one_of(st.none(), st.floats(1.5, 10)))
 def test_ppo_clip_is_the_pessimistic_side(ratio: float, advantage: float, dual_clip: float | None) -> None:
     new = torch.tensor([[ratio]], dtype=torch.float64).log().requires_grad_()
     old, one = torch.zeros_like(new), torch.ones_like(new)
@@ -121,14 +119,10 @@ def test_without_mismatch_every_weight_is_one(name: str) -> None:
 def test_mismatch_moments_combine_over_any_split() -> None:
     old, behaviour, _ = batch()
     whole = corrections.mismatch_metrics(corrections.mismatch_moments(old, behaviour, MASK))
-    parts = [
-        corrections.mismatch_moments(old[i : i + 1], behaviour[i : i + 1], MASK[i : i + 1]) for i in range(3)
-    ]
+    parts = [corrections.mismatch_moments(old[i : i + 1], behaviour[i : i + 1], MASK[i : i + 1]) for i in range(3)]
     merged = {key: (max if key.startswith("max_") else sum)(part[key] for part in parts) for key in parts[0]}
     assert corrections.mismatch_metrics(merged) == pytest.approx(whole)
-    assert corrections.mismatch_metrics(corrections.mismatch_moments(old, old, MASK))["ess"] == pytest.approx(
-        1
-    )
+    assert corrections.mismatch_metrics(corrections.mismatch_moments(old, old, MASK))["ess"] == pytest.approx(1)
     assert corrections.mismatch_metrics(parts[2]) == {}
 
 
@@ -148,9 +142,7 @@ def test_kl_estimators_are_finite_and_k2_k3_not_negative(d: float) -> None:
 
 @pytest.mark.parametrize(("kl_value", "expected"), [(0.0, 0.8), (1.0, 1.0), (9.0, 1.2)])
 def test_the_kl_controller_moves_towards_its_target(kl_value: float, expected: float) -> None:
-    assert kl.adaptive_coefficient(1.0, kl_value, target=1.0, samples=10, horizon=10) == pytest.approx(
-        expected
-    )
+    assert kl.adaptive_coefficient(1.0, kl_value, target=1.0, samples=10, horizon=10) == pytest.approx(expected)
 
 
 def test_divergences_allow_impossible_tokens() -> None:
@@ -167,7 +159,5 @@ def test_entropy_statistics_without_a_token() -> None:
 
 
 def test_a_token_of_the_current_version_is_its_own_proximal() -> None:
-    share = corrections.proximal_share(
-        torch.tensor([3, 5, 5]), torch.tensor([4, 5, 4]), torch.tensor([5, 5, 5])
-    )
+    share = corrections.proximal_share(torch.tensor([3, 5, 5]), torch.tensor([4, 5, 4]), torch.tensor([5, 5, 5]))
     assert share.tolist() == [0.5, 0.0, 0.0]

@@ -22,9 +22,7 @@ from orchestrator.staleness import StalenessPolicy
 from reward_workers import shaping
 
 DATA = Path(__file__).parent.parent / "data" / "golden_losses.json"
-ENTRIES: dict[str, dict[str, Any]] = {
-    entry["name"]: entry for entry in json.loads(DATA.read_text())["entries"]
-}
+ENTRIES: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in json.loads(DATA.read_text())["entries"]}
 LEFT_OUT = {"moe/rollout_routing_replay"}
 DDOF = {0: "population", 1: "sample"}
 AGGREGATION_OPTIONS = {"seq_sum_const": {"max_tokens": 8}}
@@ -171,9 +169,7 @@ def _(case: Case) -> None:
     )
     case.check("advantages", result)
     # Without a value model and with lam = 1 the generalised advantages are the returns.
-    returns, _ = advantages.gae_and_returns(
-        per_token, torch.zeros_like(per_token), mask, gamma=gamma, lam=1.0
-    )
+    returns, _ = advantages.gae_and_returns(per_token, torch.zeros_like(per_token), mask, gamma=gamma, lam=1.0)
     case.check("returns", returns)
 
 
@@ -224,9 +220,7 @@ def check_loss(case: Case, logprobs: Tensor, token_loss: Tensor, weights: Tensor
 
 
 def terms_of(case: Case, method: str, logprobs: Tensor, old: str = "old", **options: Any) -> losses.LossTerms:
-    terms = getattr(losses, method)(
-        logprobs, case.tensor(old), per_token(case), case.tensor("mask"), **options
-    )
+    terms = getattr(losses, method)(logprobs, case.tensor(old), per_token(case), case.tensor("mask"), **options)
     assert (terms.level == "sequence") == (method in losses.FIXED_AGGREGATION)
     return terms
 
@@ -347,9 +341,7 @@ def _(case: Case) -> None:
 @oracle("value_loss/clipped")
 def _(case: Case) -> None:
     values, mask = case.variable("v"), case.tensor("mask")
-    terms = losses.value_clip(
-        values, case.tensor("v_old"), case.tensor("returns"), mask, clip=case.inputs["eps"]
-    )
+    terms = losses.value_clip(values, case.tensor("v_old"), case.tensor("returns"), mask, clip=case.inputs["eps"])
     loss = (aggregation.token_mean(mask, torch.tensor([0, 1])) * terms.token_loss).sum()
     loss.backward()
     case.check("loss", loss)
@@ -426,9 +418,7 @@ def _(case: Case) -> None:
 @oracle("mismatch/ess")
 def _(case: Case) -> None:
     mask = case.tensor("mask")
-    size = corrections.effective_sample_size(
-        corrections.token_tis(*mismatch(case), cap=case.inputs["C"]), mask
-    )
+    size = corrections.effective_sample_size(corrections.token_tis(*mismatch(case), cap=case.inputs["C"]), mask)
     case.check("ess", size)
     case.check("ess_norm", size / mask.sum())
 
@@ -656,18 +646,14 @@ def _(case: Case) -> None:
 
 @oracle("rm/bt_margin")
 def _(case: Case) -> None:
-    pair_losses = preference.bradley_terry(
-        case.tensor("chosen"), case.tensor("rejected"), margin=case.tensor("margin")
-    )
+    pair_losses = preference.bradley_terry(case.tensor("chosen"), case.tensor("rejected"), margin=case.tensor("margin"))
     case.check("losses", pair_losses)
     case.check("loss", pair_losses.mean())
 
 
 @oracle("rm/bt_centered")
 def _(case: Case) -> None:
-    pair_losses = preference.bradley_terry(
-        case.tensor("chosen"), case.tensor("rejected"), centring=case.inputs["eta"]
-    )
+    pair_losses = preference.bradley_terry(case.tensor("chosen"), case.tensor("rejected"), centring=case.inputs["eta"])
     case.check("loss", pair_losses.mean())
 
 
@@ -733,9 +719,7 @@ def _(case: Case) -> None:
         chosen, rejected, _, _ = pair(case)
         case.check("losses", preference.simpo(chosen, rejected, **lengths, **options))
     else:
-        case.check(
-            "losses", preference.length_normalised_dpo(*pair(case), **lengths, beta=case.inputs["beta"])
-        )
+        case.check("losses", preference.length_normalised_dpo(*pair(case), **lengths, beta=case.inputs["beta"]))
 
 
 # Rewards, evaluation, monitoring: plain numbers
@@ -798,8 +782,7 @@ def _(case: Case) -> None:
 @oracle("eval/pass_at_k")
 def _(case: Case) -> None:
     table = [
-        [estimates.pass_at_k(case.inputs["n"], correct, k) for k in case.inputs["k"]]
-        for correct in case.inputs["c"]
+        [estimates.pass_at_k(case.inputs["n"], correct, k) for k in case.inputs["k"]] for correct in case.inputs["c"]
     ]
     case.check("pass_at_k", torch.tensor(table, dtype=case.dtype))
 
@@ -816,13 +799,10 @@ def _(case: Case) -> None:
 def _(case: Case) -> None:
     for family in ("qwen", "llama"):
         rates = [
-            estimates.suggested_learning_rate(hidden, family=family, lora=True)
-            for hidden in case.inputs["hidden"]
+            estimates.suggested_learning_rate(hidden, family=family, lora=True) for hidden in case.inputs["hidden"]
         ]
         case.check(f"{family}_lora", torch.tensor(rates, dtype=case.dtype))
-    full, lora = (
-        estimates.suggested_learning_rate(4096, family="qwen", lora=choice) for choice in (False, True)
-    )
+    full, lora = (estimates.suggested_learning_rate(4096, family="qwen", lora=choice) for choice in (False, True))
     case.check("full_ft_factor", full / lora)
 
 

@@ -51,9 +51,7 @@ def assert_whole(root: Path, versions: tuple[int, ...]) -> int:
     assert latest.version in versions
     assert latest.run_state["version"] == latest.version
     for rank in range(2):
-        assert (latest.path / "learner" / f"rank{rank}.bin").read_bytes() == bytes(
-            [latest.version, rank]
-        ) * 100
+        assert (latest.path / "learner" / f"rank{rank}.bin").read_bytes() == bytes([latest.version, rank]) * 100
     return latest.version
 
 
@@ -91,9 +89,7 @@ def test_keep_below_one_is_refused(tmp_path: Path) -> None:
         CheckpointStore(tmp_path, keep=0)
 
 
-def test_f10_a_full_disk_leaves_the_only_old_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_f10_a_full_disk_leaves_the_only_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
 
@@ -140,9 +136,7 @@ def test_a_run_state_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
 def test_files_that_a_rank_wrote_elsewhere_are_missed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     (store.stage(1) / "rank0.bin").write_bytes(b"x")
-    with pytest.raises(
-        CheckpointError, match=r"1 files of version 1 .*first: rank1\.bin.*shared by all nodes"
-    ):
+    with pytest.raises(CheckpointError, match=r"1 files of version 1 .*first: rank1\.bin.*shared by all nodes"):
         store.commit(1, {}, written=["rank0.bin", "rank1.bin"])
     assert folders(tmp_path) == []
     (store.stage(1) / "rank0.bin").write_bytes(b"x")

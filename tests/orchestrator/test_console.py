@@ -60,9 +60,7 @@ def _info_level() -> object:
 
 def test_the_live_view_shows_the_run_in_80_columns() -> None:
     clock = Clock()
-    with Console(
-        20, "live", title="headway · quickstart · tiny", terminal=terminal(), clock=clock
-    ) as console:
+    with Console(20, "live", title="headway · quickstart · tiny", terminal=terminal(), clock=clock) as console:
         for version in range(1, 6):
             clock.now += 20.0
             console.update(ConsoleState(version, metrics=METRICS | {"reward/mean": version / 10}))
@@ -105,9 +103,7 @@ def test_the_live_view_shows_the_run_in_80_columns() -> None:
 def test_the_view_draws_before_the_first_batch_and_with_endless_text(width: int) -> None:
     console = Console(0, "live", terminal=terminal(width))
     assert "no batch finished yet" in drawn(console, width)
-    console.update(
-        ConsoleState(1, sample=Sample("p" * 5000, "漢字 " * 2000, None), metrics={"reward/mean": None})
-    )
+    console.update(ConsoleState(1, sample=Sample("p" * 5000, "漢字 " * 2000, None), metrics={"reward/mean": None}))
     text = drawn(console, width)
     assert "not scored" in text
     assert len(text.splitlines()) < 23

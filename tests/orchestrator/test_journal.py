@@ -91,9 +91,7 @@ def test_a_trajectory_is_read_back_exactly(tmp_path: Path) -> None:
     )
     assert read["learner_logprobs"][:2] == [None, None]
     assert written.learner_logprobs is not None
-    np.testing.assert_array_equal(
-        np.array(read["learner_logprobs"][2:], np.float32), written.learner_logprobs[2:]
-    )
+    np.testing.assert_array_equal(np.array(read["learner_logprobs"][2:], np.float32), written.learner_logprobs[2:])
     assert read["version_spans"] == [
         {"start": 2, "end": 3, "version": 3},
         {"start": 3, "end": 5, "version": 4},
@@ -198,9 +196,7 @@ def test_what_a_killed_writer_left_is_ignored_and_cleaned(tmp_path: Path) -> Non
     assert read_outcomes(tmp_path)["prompt_id"].to_pylist() == ["a"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_names_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file_and_names_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin_lineage(tmp_path / JOURNAL, None)
     path = write_outcomes(tmp_path / JOURNAL, 0, 0, [outcome("a")])
 

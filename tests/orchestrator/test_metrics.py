@@ -191,6 +191,4 @@ def test_bias_is_one_when_all_that_was_scored_is_consumed() -> None:
     assert left_behind["bias/trained_to_dispatched_length"] == 0.5
     assert left_behind["bias/trained_to_dispatched_pass_rate"] == 1.6
     assert bias_metrics(Population(), Population()) == {}
-    assert "bias/trained_to_dispatched_pass_rate" not in bias_metrics(
-        Population(1, 5, 0), Population(1, 5, 0)
-    )
+    assert "bias/trained_to_dispatched_pass_rate" not in bias_metrics(Population(1, 5, 0), Population(1, 5, 0))

@@ -53,9 +53,7 @@ def test_a_hub_id_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ConfigError, match=r"model\.path=no-such/model: no such folder here, and the hub did not"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.path=no-such/model: no such folder here, and the hub did not"):
         resolve_model("no-such/model")
 
 

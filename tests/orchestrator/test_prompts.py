@@ -234,8 +234,7 @@ def test_case_f35_the_order_depends_on_data_seed_and_on_nothing_else() -> None:
 def test_moved_rows_keep_the_order(tmp_path: Path) -> None:
     rows = [{"prompt": str(number)} for number in range(20)]
     orders = [
-        ids(drain(PromptStream([source_of(tmp_path, order)], epochs=1)))
-        for order in (rows, list(reversed(rows)))
+        ids(drain(PromptStream([source_of(tmp_path, order)], epochs=1))) for order in (rows, list(reversed(rows)))
     ]
     assert orders[0] == orders[1]
 

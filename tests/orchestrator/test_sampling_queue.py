@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -41,16 +42,12 @@ def make_queue(version: int = 0, **changes: Any) -> SamplingQueue:
     return SamplingQueue(QueueSettings(**(values | changes)), version)
 
 
-def answers(
-    rewards: Sequence[float | None], version: int = 0, versions: list[int] | None = None
-) -> list[Member]:
+def answers(rewards: Sequence[float | None], version: int = 0, versions: list[int] | None = None) -> list[Member]:
     """Members of ten tokens each; None is an errored one."""
     return [
         Member(index, Status.ERRORED)
         if reward is None
-        else Member(
-            index, Status.SCORED, reward, reward, ((versions[index] if versions else version, 10),), 10
-        )
+        else Member(index, Status.SCORED, reward, reward, ((versions[index] if versions else version, 10),), 10)
         for index, reward in enumerate(rewards)
     ]
 
@@ -439,9 +436,7 @@ def test_answers_without_tokens_cannot_train() -> None:
     queue = make_queue(answers_per_group=2)
     queue.dispatched("a", "a", 0)
     queue.generated("a")
-    (done,) = queue.scored(
-        "a", [Member(0, Status.SCORED, 0.0), Member(1, Status.SCORED, 1.0, None, ((0, 3),), 3)]
-    )
+    (done,) = queue.scored("a", [Member(0, Status.SCORED, 0.0), Member(1, Status.SCORED, 1.0, None, ((0, 3),), 3)])
     assert isinstance(done, Done)
     assert done.outcome is Stage.FAILED
     assert "1 scored without tokens" in done.reason
@@ -459,12 +454,8 @@ def test_oldest_dispatched_first_whatever_finished_first() -> None:
     assert taken(queue.take_batch()) == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("window", "expected"), [(0.0, None), (1.0, None), (1.5, ["b", "c"]), (math.inf, ["b", "c"])]
-)
-def test_the_window_bounds_how_far_an_unfinished_group_is_overtaken(
-    window: float, expected: list[str] | None
-) -> None:
+@pytest.mark.parametrize(("window", "expected"), [(0.0, None), (1.0, None), (1.5, ["b", "c"]), (math.inf, ["b", "c"])])
+def test_the_window_bounds_how_far_an_unfinished_group_is_overtaken(window: float, expected: list[str] | None) -> None:
     queue = make_queue(max_staleness=2, window_batches=window)
     for group in "axbcd":
         queue.dispatched(group, group, 0)
@@ -604,9 +595,7 @@ def test_settings_that_could_deadlock_are_refused(changes: dict[str, Any], key: 
         make_queue(**changes)
 
 
-@pytest.mark.parametrize(
-    ("fraction", "size", "needed"), [(1.0, 8, 8), (0.7, 10, 7), (0.5, 3, 2), (0.1, 8, 2)]
-)
+@pytest.mark.parametrize(("fraction", "size", "needed"), [(1.0, 8, 8), (0.7, 10, 7), (0.5, 3, 2), (0.1, 8, 2)])
 def test_min_scored(fraction: float, size: int, needed: int) -> None:
     assert QueueSettings(1, size, filter=True, min_scored_fraction=fraction).min_scored == needed
 
@@ -651,6 +640,18 @@ def test_a_version_may_jump() -> None:
         finish(queue, group)
     queue.take_batch()
     assert queue.acknowledged(7)[1:] == (OfferAgain("b", "b", 0), OfferAgain("c", "c", 0))
+
+
+def test_finished_groups_are_forgotten() -> None:
+    queue = make_queue(max_staleness=1)
+    sizes = []
+    for group in range(1200):
+        finish(queue, f"{group:04}", GOOD if group % 3 else WRONG)
+        if queue.take_batch():
+            queue.acknowledged(queue.version + 1)
+        if group in (299, 1199):
+            sizes.append(len(pickle.dumps(queue)))
+    assert sizes[1] < 1.1 * sizes[0]
 
 
 # Random histories
@@ -730,9 +731,7 @@ class Histories(RuleBasedStateMachine):
             for index in range(self.queue.settings.answers_per_group):
                 status = rng.choice([Status.SCORED] * 8 + [Status.ERRORED, Status.UNSCORED])
                 reward = float(rng.random() < 0.5) if status is Status.SCORED else None
-                versions = sorted(
-                    {rng.randint(self.dispatched_at[group], self.queue.version) for _ in range(2)}
-                )
+                versions = sorted({rng.randint(self.dispatched_at[group], self.queue.version) for _ in range(2)})
                 spans = tuple((version, 3) for version in versions if rng.random() < 0.9)
                 members.append(Member(index, status, reward, reward, spans, 3 * len(spans)))
             self.obey(self.queue.scored(group, members))
@@ -881,9 +880,7 @@ def test_long_histories(seed: int, queue_settings: QueueSettings) -> None:
 
 @settings(max_examples=HISTORIES, deadline=None)
 @given(seed=st.integers(0, 2**32), groups_per_batch=st.integers(1, 4), max_staleness=st.integers(0, 3))
-def test_in_strict_order_admission_alone_keeps_the_bound(
-    seed: int, groups_per_batch: int, max_staleness: int
-) -> None:
+def test_in_strict_order_admission_alone_keeps_the_bound(seed: int, groups_per_batch: int, max_staleness: int) -> None:
     """Answers of any length, filtered groups, shrunk batches: nothing is ever too old when its turn comes."""
     rng = random.Random(seed)
     queue = make_queue(

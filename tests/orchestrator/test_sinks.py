@@ -169,9 +169,7 @@ def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def wandb_sink(run_dir: Path, mode="auto", **options) -> WandbSink:
-    return WandbSink(
-        run_dir, project="p", run_id="abc123", name="n", config={"seed": 1}, mode=mode, **options
-    )
+    return WandbSink(run_dir, project="p", run_id="abc123", name="n", config={"seed": 1}, mode=mode, **options)
 
 
 def logged(folder: Path) -> list[dict[str, object]]:
@@ -193,10 +191,7 @@ def logged(folder: Path) -> list[dict[str, object]]:
             partial = b""
             if record.HasField("history"):
                 rows.append(
-                    {
-                        item.key or item.nested_key[0]: json.loads(item.value_json)
-                        for item in record.history.item
-                    }
+                    {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
                 )
     return rows
 
@@ -218,9 +213,7 @@ def test_f11_w_and_b_gets_every_point_on_its_own_axis_under_one_id(tmp_path: Pat
 
 def test_sample_answers_become_a_table(tmp_path: Path, no_account: None) -> None:
     sink = wandb_sink(tmp_path)
-    sink.log_table(
-        3, "eval/samples", ["prompt", "answer", "right"], [("2+2", "4", True), ("1+1", "3", False)]
-    )
+    sink.log_table(3, "eval/samples", ["prompt", "answer", "right"], [("2+2", "4", True), ("1+1", "3", False)])
     sink.close(failed=False)
     (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/eval/samples_*.table.json")
     assert json.loads(table.read_text())["data"] == [["2+2", "4", True], ["1+1", "3", False]]
@@ -240,9 +233,7 @@ def test_the_environment_decides_what_auto_is(tmp_path: Path, no_account: None, 
 
 
 @pytest.mark.engine
-def test_a_server_that_does_not_answer_is_an_error_that_says_how_to_do_without(
-    tmp_path: Path, no_account
-) -> None:
+def test_a_server_that_does_not_answer_is_an_error_that_says_how_to_do_without(tmp_path: Path, no_account) -> None:
     """In a process of its own: W&B keeps the server's address for the life of a process."""
     code = f"""
 from pathlib import Path
@@ -250,9 +241,7 @@ from orchestrator.sinks import WandbSink
 WandbSink(Path({str(tmp_path)!r}), project="p", run_id="a", name="n", config={{}}, start_timeout_s=3.0)
 """
     environment = os.environ | {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert WandbError.__name__ in done.stderr
     assert "logging.wandb=disabled" in done.stderr

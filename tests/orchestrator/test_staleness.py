@@ -66,9 +66,7 @@ def test_batch_summary_by_hand() -> None:
 
 
 @given(learner_version=st.integers(9, 12), trajectories=st.lists(SPANS, min_size=1, max_size=6))
-def test_summary_agrees_with_the_definition(
-    learner_version: int, trajectories: list[list[tuple[int, int]]]
-) -> None:
+def test_summary_agrees_with_the_definition(learner_version: int, trajectories: list[list[tuple[int, int]]]) -> None:
     summary = batch_staleness(learner_version, trajectories)
     lags = [staleness(learner_version, [version for version, _ in spans]) for spans in trajectories]
     assert summary.max == max(lags)

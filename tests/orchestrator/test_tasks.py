@@ -1,25 +1,18 @@
 """The built-in tasks: disjoint splits, settable difficulty, and configuration groups that load."""
 
+import importlib
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
-from orchestrator.config import CONF_DIR, DataConfig, ModelConfig, RewardConfig
+from orchestrator.config import load
 from orchestrator.models import resolve_model
-from orchestrator.prompts import load_source, refuse_long_prompts
+from orchestrator.prompts import load_sources, refuse_long_prompts
 from orchestrator.tasks import arithmetic, synthetic
 from reward_workers.builtin import arithmetic_checker, arithmetic_reward
 from rollout_workers.chat import ChatTemplate
-
-
-def group(name: str, schema: type) -> Any:
-    """A configuration group's file over its schema, as the command line would read it."""
-    return OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(CONF_DIR / f"{name}.yaml"))
-    )
 
 
 def test_the_default_task_has_a_held_out_split_and_answers_that_are_right() -> None:
@@ -34,21 +27,15 @@ def test_the_default_task_has_a_held_out_split_and_answers_that_are_right() -> N
         assert arithmetic_checker(f"It is {row['answer']}.", row["answer"], row["dataset"]) == 1.0
 
 
-@given(
-    seeds=st.tuples(st.integers(0, 50), st.integers(0, 50)), digits=st.integers(1, 3), terms=st.integers(2, 4)
-)
+@given(seeds=st.tuples(st.integers(0, 50), st.integers(0, 50)), digits=st.integers(1, 3), terms=st.integers(2, 4))
 @settings(max_examples=15, deadline=None)
-def test_no_question_is_in_both_splits_whatever_the_seeds(
-    seeds: tuple[int, int], digits: int, terms: int
-) -> None:
+def test_no_question_is_in_both_splits_whatever_the_seeds(seeds: tuple[int, int], digits: int, terms: int) -> None:
     options: dict[str, Any] = {"size": 60, "max_digits": digits, "max_terms": terms, "operators": ("+", "-")}
     train = [row["id"] for row in arithmetic(split="train", seed=seeds[0], **options)]
     held_out = [row["id"] for row in arithmetic(split="eval", seed=seeds[1], **options)]
     assert len(set(train)) == len(train) == 60
     # Not in another order of the same terms either.
-    assert not {tuple(sorted(row.split())) for row in train} & {
-        tuple(sorted(row.split())) for row in held_out
-    }
+    assert not {tuple(sorted(row.split())) for row in train} & {tuple(sorted(row.split())) for row in held_out}
 
 
 def test_difficulty_and_instruction_are_settable_and_rows_are_repeatable() -> None:
@@ -79,30 +66,22 @@ def test_synthetic_requests_differ_and_splits_are_disjoint() -> None:
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "synthetic"])
-def test_data_groups_load_and_fit_the_default_prompt_length(name: str) -> None:
-    config: DataConfig = group(f"data/{name}", DataConfig)
-    template = ChatTemplate.from_pretrained(resolve_model("builtin:tiny"))
+def test_groups_compose_to_sources_and_rewards_that_exist(name: str) -> None:
+    config = load([f"data={name}", f"reward={name}", "model=tiny"])
+    assert config.model.dtype == "float32"
+    template = ChatTemplate.from_pretrained(resolve_model(config.model.path))
     ids: dict[str, set[str]] = {}
-    for kind, sources in (("train", config.train), ("eval", config.eval)):
-        for source_name, source_config in sources.items():
-            source = load_source(source_name, source_config, kind)
-            assert refuse_long_prompts(source, template, 512) < 128
-            ids[kind] = set(source.ids)
+    for kind, sources in (("train", config.data.train), ("eval", config.data.eval)):
+        (source,) = load_sources(sources, kind)
+        assert refuse_long_prompts(source, template, config.rollout.max_prompt_tokens) < 128
+        ids[kind] = set(source.ids)
     assert len(ids["eval"]) >= 20
     assert not ids["train"] & ids["eval"]
-
-
-@pytest.mark.parametrize("name", ["arithmetic", "synthetic"])
-def test_reward_groups_name_functions_that_exist(name: str) -> None:
-    import importlib
-
-    config: RewardConfig = group(f"reward/{name}", RewardConfig)
-    assert config.primary in config.functions
-    for function in config.functions.values():
+    assert config.reward.primary in config.reward.functions
+    for function in config.reward.functions.values():
         module, _, attribute = function.path.rpartition(".")
         assert callable(getattr(importlib.import_module(module), attribute))
 
 
-def test_model_groups_name_the_built_in_models() -> None:
-    assert group("model/tiny", ModelConfig) == ModelConfig(path="builtin:tiny", dtype="float32")
-    assert group("model/smollm2_135m", ModelConfig) == ModelConfig(path="builtin:smollm2_135m")
+def test_the_default_model_is_smollm2() -> None:
+    assert load([]).model.path == "builtin:smollm2_135m"

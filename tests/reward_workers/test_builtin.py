@@ -15,6 +15,8 @@ from rollout_workers.trajectory import Trajectory
         ("The sum is **7**.", "7", True),
         ("3 + 4 = 7.0", "7", True),
         ("It is 1,234.", "1234", True),
+        ("0 + 0 = 0", "0", True),
+        ("It is 100.", "100", True),
         ("5 - 9 = -4", "-4", True),
         ("5-9=-4", "-4", True),
         ("3 + 4 = 17", "7", False),
@@ -47,9 +49,7 @@ def test_the_checker_gives_no_marks_for_part_of_an_answer() -> None:
     assert arithmetic_checker("17", "7", "chain_sum") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("completion", "share"), [("abcd", 1.0), ("ab12", 0.5), ("ABC", 0.0), ("", 0.0), ("aé", 0.5)]
-)
+@pytest.mark.parametrize(("completion", "share"), [("abcd", 1.0), ("ab12", 0.5), ("ABC", 0.0), ("", 0.0), ("aé", 0.5)])
 def test_synthetic_reward_is_the_share_of_small_letters(completion: str, share: float) -> None:
     assert synthetic_reward(completion) == share
 

@@ -192,9 +192,7 @@ class TestArguments:
 
 
 class TestResults:
-    @pytest.mark.parametrize(
-        "value", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0)]
-    )
+    @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0)])
     def test_numbers(self, value: Any) -> None:
         (result,) = judge(lambda completion: value)
         assert result == RewardResult(1.0)
@@ -239,9 +237,7 @@ class TestResults:
 
 class TestRewardSet:
     def rewards(self, **weights: float) -> RewardSet:
-        return RewardSet(
-            [RewardFunction(name, lambda completion: 0, weight) for name, weight in weights.items()]
-        )
+        return RewardSet([RewardFunction(name, lambda completion: 0, weight) for name, weight in weights.items()])
 
     def test_weighted_sum(self) -> None:
         verdict = self.rewards(right=1.0, style=0.2).combine(
@@ -289,9 +285,7 @@ class TestRewardSet:
         st.dictionaries(
             st.sampled_from("abcde"),
             st.sampled_from([*Status]).flatmap(
-                lambda status: (
-                    st.just(status) if status is not Status.SCORED else st.floats(-1e6, 1e6, allow_nan=False)
-                )
+                lambda status: st.just(status) if status is not Status.SCORED else st.floats(-1e6, 1e6, allow_nan=False)
             ),
             min_size=1,
         )

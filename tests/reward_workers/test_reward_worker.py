@@ -97,9 +97,7 @@ def worker() -> Iterator[RewardWorker]:
         ("nan", Status.ERRORED, "'misbehave' returned nan"),
     ],
 )
-def test_f20_one_bad_answer_costs_only_itself(
-    worker: RewardWorker, bad: str, status: Status, message: str
-) -> None:
+def test_f20_one_bad_answer_costs_only_itself(worker: RewardWorker, bad: str, status: Status, message: str) -> None:
     results = worker.score_group(group("ok", bad, "ok"), {})
     assert values(results) == [1.0, None, 1.0]
     assert results[1].status is status
@@ -337,9 +335,7 @@ def test_a_function_that_cannot_be_loaded_is_an_error_at_start(tmp_path: Path) -
         worker.start()
 
 
-def test_f20_three_failed_starts_in_a_row_are_an_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_f20_three_failed_starts_in_a_row_are_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "once.py"
     file.write_text("def f(completion): return 1.0\n")
     rewards = RewardSet([RewardFunction("once", f"{file}:f")])
