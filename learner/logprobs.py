@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from learner.entropy import categorical
+
+BLOCK_TOKENS = 64  # rows of float32 logits that fit a CPU's cache
+
 LogitTransform = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -33,12 +37,10 @@ def token_logprobs(
     """
 
     def chunk(hidden_part: torch.Tensor, targets_part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = transform(head(hidden_part)).float() / temperature
-        log_normaliser = torch.logsumexp(logits, dim=-1)
-        logprobs = logits.gather(-1, targets_part[:, None])[:, 0] - log_normaliser
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            probabilities = torch.exp(logits - log_normaliser[:, None])
-            entropy = log_normaliser - (probabilities * logits).sum(-1)
+        logits = transform(head(hidden_part))
+        logprobs, entropy = _TokenLogprobs.apply(logits, targets_part, temperature)
+        if entropy_gradient:
+            entropy = categorical(logits.float() / temperature)
         return logprobs, entropy
 
     count = len(targets)
@@ -49,6 +51,49 @@ def token_logprobs(
         for i in range(0, count, chunk_tokens)
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Logprob and entropy of one token per row of logits, block by block.
+
+    A plain log-softmax makes a dozen passes over [tokens, vocabulary] in float32, each through fresh memory; on CPUs
+    that costs as much as the layers below. Here a block stays in cache, and what is kept for the backward pass is the
+    softmax in the logits' own type. d(logprob)/d(logits) = (onehot - softmax) / temperature.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        count = len(targets)
+        logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
+        entropy = torch.empty_like(logprobs)
+        softmax = torch.empty_like(logits)
+        block = BLOCK_TOKENS if logits.device.type == "cpu" else max(count, 1)
+        for start in range(0, count, block):
+            rows = slice(start, start + block)
+            shifted = logits[rows].to(torch.float32, copy=True)  # float() would hand out the logits themselves
+            if temperature != 1.0:
+                shifted.div_(temperature)
+            shifted.sub_(shifted.amax(-1, keepdim=True))
+            exponentials = shifted.exp()
+            total = exponentials.sum(-1)
+            log_total = total.log()
+            logprobs[rows] = shifted.gather(-1, targets[rows, None])[:, 0] - log_total
+            entropy[rows] = log_total - torch.linalg.vecdot(exponentials, shifted) / total
+            softmax[rows] = exponentials.div_(total[:, None])
+        ctx.save_for_backward(softmax, targets)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        softmax, targets = ctx.saved_tensors
+        scaled = gradients[0] / ctx.temperature
+        gradient = softmax * -scaled[:, None].to(softmax.dtype)
+        gradient.scatter_add_(-1, targets[:, None], scaled[:, None].to(softmax.dtype))
+        return gradient, None, None
 
 
 def logit_transform(model_config: Any) -> LogitTransform:

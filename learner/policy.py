@@ -43,7 +43,6 @@ class Policy(torch.nn.Module):
         model = AutoModelForCausalLM.from_pretrained(
             settings.model_path, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa"
         )
-        model.config.use_cache = False
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._transform = logit_transform(model.config.get_text_config())

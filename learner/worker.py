@@ -71,7 +71,7 @@ class LearnReport:
 
 
 def learning_rate(settings: LearnerSettings, step: int) -> float:
-    """Of optimizer step `step` (from 0): linear warm-up, then the schedule down to 0 at the last step."""
+    """Of optimizer step `step` (from 0): linear warm-up, then the schedule down to 0 after the last step."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
@@ -182,21 +182,20 @@ class LearnerRank:
         data = dict(zip(plan.payloads, payloads, strict=True))
         tally, norms, rates = Tally(), [], []
         first_logprobs: dict[tuple[str, int], np.ndarray] = {}
-        proximal: dict[MicroBatch, torch.Tensor] = {}
-        if self._settings.recompute_proximal:
-            for micro_batches in plan.updates:
-                for micro_batch in micro_batches:
-                    if micro_batch not in proximal:
-                        proximal[micro_batch] = self._logprobs_without_gradient(self._tensors(micro_batch, data))
+        # One forward pass a micro-batch, repeated or empty ones too: every rank must make equally many.
+        proximal = [
+            [self._logprobs_without_gradient(self._tensors(micro_batch, data)) for micro_batch in micro_batches]
+            for micro_batches in (plan.updates if self._settings.recompute_proximal else ())
+        ]
         tokens = 0
-        for micro_batches in plan.updates:
+        for update, micro_batches in enumerate(plan.updates):
             rate = learning_rate(self._settings, self._optimizer_step)
             for number, micro_batch in enumerate(micro_batches):
                 batch = self._tensors(micro_batch, data)
                 tokens += batch.input_ids.numel() if micro_batch else 0
                 logprobs = self._accumulate(
                     batch,
-                    proximal.get(micro_batch) if micro_batch else None,
+                    proximal[update][number] if proximal else None,
                     tally,
                     last=number == len(micro_batches) - 1,
                 )
@@ -325,12 +324,22 @@ class LearnerRank:
                 size = max(float(value.float().pow(2).mean().sqrt()) if value.numel() else 0.0, 0.01)
                 noise = torch.randn(value.shape, generator=generator) * (scale * size)
                 value.add_(noise.to(value.device, value.dtype))
+        self._drop_gathered()
 
     def restore(self) -> None:
         """Undo `perturb` exactly."""
         for value, original in zip(self._local_values(), self._perturbed, strict=True):
             value.copy_(original)
         self._perturbed = []
+        self._drop_gathered()
+
+    def _drop_gathered(self) -> None:
+        """ZeRO-3 keeps small parameters gathered: let go of those copies, so that the shards are gathered anew."""
+        if self._settings.zero_stage == 3:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([p for p in self._policy.parameters() if p.ds_persist]):
+                pass
 
     def _local_values(self) -> list[torch.Tensor]:
         """What this rank holds of each trainable parameter: its shard under ZeRO-3, else all of it."""

@@ -11,31 +11,37 @@ result = train(model="builtin:smollm2_135m", data="rows.jsonl", reward=reward, o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
+import re
 import secrets
 import signal
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from orchestrator.checkpoint import CheckpointStore
+from orchestrator.checkpoint import Checkpoint, CheckpointStore
 from orchestrator.config import Config, ConfigError, load
 from orchestrator.console import Console
 from orchestrator.durable import whole_file, write_json
 from orchestrator.evaluation import Evaluator, SetResult, metrics_of, table
 from orchestrator.journal import JOURNAL, begin_lineage
-from orchestrator.prepare import UserReward, prepare, source_of
+from orchestrator.prepare import Prepared, UserReward, prepare, source_of
 from orchestrator.sinks import JsonlSink, Recorder, WandbSink
 
 logger = logging.getLogger(__name__)
 
 Overrides = Sequence[str] | Mapping[str, Any]
+
+_NOTE = "Its traceback is in "
 
 
 @dataclass(frozen=True)
@@ -95,25 +101,39 @@ def configured(model: str | None, data: Any, overrides: Overrides) -> Config:
 
 
 def _literal(value: Any) -> str:
-    """A Python value as Hydra reads it on a command line."""
+    """A Python value as Hydra's grammar writes it. Texts are quoted: a run may be called 123."""
     if value is None:
         return "null"
-    if isinstance(value, str):
-        return json.dumps(value) if any(c in value for c in "=, []{}'") else value
-    return json.dumps(value).replace('": ', '":')
+    if isinstance(value, str | Path):
+        # Backslashes are themselves, except in front of a quotation mark.
+        escaped = re.sub(r'(\\*)"', r'\1\1\\"', str(value))
+        return '"' + re.sub(r"(\\+)\Z", r"\1\1", escaped) + '"'
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _run(coroutine: Any) -> Any:
     """Run to the end; a termination signal ends it as Ctrl-C does, so that nothing is left behind."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    if threading.current_thread() is not threading.main_thread():  # no other one may handle signals
         return asyncio.run(coroutine)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return asyncio.run(_terminable(coroutine))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        signal.signal(signal.SIGTERM, before)
+
+
+async def _terminable(coroutine: Any) -> Any:
+    """Cancelled by SIGTERM, between two steps of the event loop: an exception out of nowhere could break anything."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await coroutine
 
 
 async def _train(config: Config, reward: UserReward | None) -> RunResult:
@@ -123,16 +143,22 @@ async def _train(config: Config, reward: UserReward | None) -> RunResult:
     checkpoint = store.latest() if config.checkpoint.resume != "never" else None
     if config.checkpoint.resume == "must" and checkpoint is None:
         raise ConfigError(f"checkpoint.resume=must: there is no whole checkpoint in {folder / 'checkpoints'}")
+    with _log_file(folder / "logs" / "driver.log", config.logging.level):
+        return await _train_in(folder, prepared, store, checkpoint)
+
+
+async def _train_in(
+    folder: Path, prepared: Prepared, store: CheckpointStore, checkpoint: Checkpoint | None
+) -> RunResult:
     # Heavy imports come after everything that can be wrong without them.
     from orchestrator.cluster import Cluster
     from orchestrator.run import Run, derived_sizes
 
-    folder.mkdir(parents=True, exist_ok=True)
-    version = checkpoint.version if checkpoint else 0
-    lineage = begin_lineage(folder / JOURNAL, checkpoint.version if checkpoint else None)
+    config = prepared.config
+    resumed_from = checkpoint.version if checkpoint else None
+    lineage = begin_lineage(folder / JOURNAL, resumed_from)
     with whole_file(folder / "config.yaml") as file:
         file.write(OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
-    log_file = _log_to(folder / "logs" / "driver.log", config.logging.level)
     wandb = WandbSink(
         folder,
         project=config.logging.wandb_project,
@@ -141,44 +167,45 @@ async def _train(config: Config, reward: UserReward | None) -> RunResult:
         config=dataclasses.asdict(config),
         mode=config.logging.wandb,  # type: ignore[arg-type]
     )
-    jsonl = JsonlSink(
-        folder / "metrics.jsonl", lineage=lineage, resumed_from=checkpoint.version if checkpoint else None
-    )
+    jsonl = JsonlSink(folder / "metrics.jsonl", lineage=lineage, resumed_from=resumed_from)
+    version = resumed_from or 0
     console = Console(config.run.batches, config.logging.console, title=folder.name, start_version=version)  # type: ignore[arg-type]
     changed = asyncio.Event()
-    try:
-        with console, Recorder([jsonl, wandb], lineage=lineage) as recorder:
-            console.show_table(f"headway {folder}", derived_sizes(config, version))
-            logger.info("starting engines and learner")
-            async with Cluster(prepared, on_change=changed.set) as cluster:
-                cluster.link_logs(folder / "logs")
-                run = Run(
-                    prepared,
-                    cluster,
-                    folder=folder,
-                    lineage=lineage,
-                    checkpoint=checkpoint,
-                    store=store,
-                    recorder=recorder,
-                    wandb=wandb,
-                    console=console,
-                    changed=changed,
-                )
-                await run.execute()
-            logger.info("finished: %s", folder / "model")
-        return RunResult(folder, folder / "model", run.evaluations)
-    finally:
-        logging.getLogger().removeHandler(log_file)
-        log_file.close()
+    with console, Recorder([jsonl, wandb], lineage=lineage) as recorder:
+        console.show_table(f"headway {folder}", derived_sizes(config, version))
+        logger.info("starting engines and learner")
+        async with Cluster(prepared, on_change=changed.set) as cluster:
+            cluster.link_logs(folder / "logs")
+            run = Run(
+                prepared,
+                cluster,
+                folder=folder,
+                lineage=lineage,
+                checkpoint=checkpoint,
+                store=store,
+                recorder=recorder,
+                wandb=wandb,
+                console=console,
+                changed=changed,
+            )
+            await run.execute()
+        logger.info("finished: %s", folder / "model")
+    return RunResult(folder, folder / "model", run.evaluations)
 
 
 async def _evaluate(config: Config, reward: UserReward | None) -> list[SetResult]:
     if not config.data.eval:
         raise ConfigError("data.eval: no set to evaluate; give data.eval.NAME.path or data.eval.NAME.generator")
     prepared = prepare(config, reward, training=False)
+    folder = _run_folder(config, exists_ok=True)
+    with _log_file(folder / "logs" / "driver.log", config.logging.level):
+        return await _evaluate_in(folder, prepared)
+
+
+async def _evaluate_in(folder: Path, prepared: Prepared) -> list[SetResult]:
     from orchestrator.cluster import Cluster
 
-    folder = _run_folder(config, exists_ok=True)
+    config = prepared.config
     with Console(1, config.logging.console, title=folder.name) as console:  # type: ignore[arg-type]
         async with Cluster(prepared, on_change=lambda: None, training=False) as cluster:
             assert cluster.checker is not None
@@ -216,11 +243,31 @@ def _wandb_id(folder: Path) -> str:
     return json.loads(file.read_text())["id"]
 
 
-def _log_to(file: Path, level: str) -> logging.Handler:
+@contextlib.contextmanager
+def _log_file(file: Path, level: str) -> Iterator[None]:
+    """Log into `file` as well. An error that ends the block is written there with its traceback, and notes the place."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
+    root, ray = logging.getLogger(), logging.getLogger("ray")  # Ray's hands nothing on to the root
     root.setLevel(level)
-    root.addHandler(handler)
-    return handler
+    for target in (root, ray):
+        target.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        # Into the file alone: on the terminal a person reads the message.
+        record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, "ended by an error", (), sys.exc_info())
+        handler.handle(record)
+        error.add_note(f"{_NOTE}{file}")
+        raise
+    finally:
+        for target in (root, ray):
+            target.removeHandler(handler)
+        handler.close()
+
+
+def traceback_file(error: BaseException) -> Path | None:
+    """The log file that holds an error's traceback, None if it was raised before there was one."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
+    return Path(notes[0].removeprefix(_NOTE)) if notes else None

@@ -1,4 +1,8 @@
-"""`headway`: the command line. Errors a person can mend are one clear message and exit code 2, without a traceback."""
+"""`headway`: the command line. What goes wrong is one clear message on stderr.
+
+Exit codes: 0 done; 1 the run failed, its traceback is in the log file that the message names; 2 the configuration or
+the data can't be used, and nothing was started; 130 interrupted. A traceback on the terminal is a bug of Headway's.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"headway: unknown command {command!r}\n\n{USAGE}")
         return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    from orchestrator.api import evaluate, train
+    from orchestrator.api import evaluate, traceback_file, train
     from orchestrator.config import ConfigError
 
     try:
@@ -40,10 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write("headway: interrupted\n")
         return 130
     except Exception as error:
-        # A person reads the message; the traceback is in the log.
-        logging.getLogger(__name__).debug("failed", exc_info=True)
-        sys.stderr.write(f"headway: {type(error).__name__}: {error}\n")
-        raise
+        if (log := traceback_file(error)) is None:
+            raise
+        cause = getattr(error, "cause", None) or error  # Ray's errors hold the whole remote traceback in their text
+        sys.stderr.write(f"headway: {type(cause).__name__}: {cause}\nThe traceback is in {log}\n")
+        return 1
     return 0
 
 

@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -64,7 +65,15 @@ class Cluster:
 
     async def _enter(self) -> None:
         config = self._prepared.config
-        await asyncio.to_thread(self._join_ray)
+        joining = asyncio.ensure_future(asyncio.to_thread(self._join_ray))
+        try:
+            await asyncio.shield(joining)
+        except asyncio.CancelledError:
+            await joining  # a Ray that is half started can't be ended
+            raise
+        if threading.current_thread() is threading.main_thread():
+            # Ray's core took the signal for itself, to die of it with a crash report.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self.placement = plan(config, nodes)
         if not self._training:
@@ -106,14 +115,15 @@ class Cluster:
     def _join_ray(self) -> None:
         if ray.is_initialized():
             return
-        address = self._prepared.config.placement.ray_address
-        runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH")]))}}
+        for handler in logging.getLogger("ray").handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.setLevel(logging.ERROR)  # warnings are for the log file that `orchestrator.api` opened
         ray.init(
-            address=address,
+            address=self._prepared.config.placement.ray_address or "local",  # never one that happens to run here
             include_dashboard=False,
             log_to_driver=False,  # actors' output is in Ray's session logs, linked from the run's folder
             logging_level=logging.WARNING,
-            runtime_env=runtime_env if address else None,
+            logging_format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
         self._started_ray = True
 
@@ -143,6 +153,7 @@ class Cluster:
                 kv_cache_mib=r.kv_cache_mib,
                 gpu_memory_utilization=r.gpu_memory_utilization,
                 enforce_eager=r.enforce_eager,
+                takes_turns=placement.takes_turns,
                 engine_options=r.engine_options,
             )
             options = actor_options(placement, self._group, index)

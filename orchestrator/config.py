@@ -4,6 +4,9 @@ The dataclasses below are the schema. Hydra composes the groups in `conf/` over 
 key is refused with its full name before anything starts. `load` composes, converts and checks; what
 it returns is plain frozen-in-spirit dataclasses that the rest of Headway reads. Units are in the names.
 Checks across keys live in `validate`; each message names the keys, what was found and what would do.
+
+Mappings whose keys are the user's own (sources, reward functions, options) take new keys without Hydra's «+»; a whole
+mapping given at once, `data.eval={}`, replaces what was there, as a list does.
 """
 
 from __future__ import annotations
@@ -14,14 +17,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -243,14 +246,15 @@ class Config:
 
 def load(overrides: Sequence[str] = ()) -> Config:
     """Compose `conf/` with Hydra overrides, convert and check. Raises ConfigError naming the key."""
+    for override in overrides:
+        _refuse_unknown(override)
     ConfigStore.instance().store("schema", node=Config)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         try:
             composed = compose("config", overrides=[o for o in overrides if not _OWN_KEYS.match(o)])
             for override in filter(_OWN_KEYS.match, overrides):
-                composed.merge_with(_nested(override))
-            _refuse_unknown(composed, Config, "")
+                _merge(composed, override)
             config = OmegaConf.to_object(composed)
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_explain(error, overrides)) from error
@@ -259,33 +263,53 @@ def load(overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-# Mappings whose keys are the user's own: new ones need no «+». Hydra can't add to a typed mapping, so these are merged in.
+# What Hydra can't add to without «+», or at all where it is null: these overrides are merged in after it composed.
 _OWN_KEYS = re.compile(
-    r"(data\.(train|eval)|reward\.functions|model\.chat_template_kwargs|rollout\.engine_options"
-    r"|algorithm\.\w+_options)(\.[^=]+)?="
+    r"\+{0,2}(?P<mapping>data\.(train|eval)|reward\.functions|eval\.checker|model\.chat_template_kwargs"
+    r"|rollout\.engine_options|algorithm\.\w+_options)(?P<inside>\.[^=]+)?="
 )
 
 
-def _nested(override: str) -> dict[str, Any]:
-    """The mapping that an override `a.b.c=value` stands for, its value read by Hydra's grammar."""
-    parsed = OverridesParser.create().parse_override(override)
+def _merge(composed: DictConfig, override: str) -> None:
+    """Carry out an override of one of the user's own mappings, its value read by Hydra's grammar."""
+    parsed = OverridesParser.create().parse_override(override.lstrip("+"))
+    if parsed.is_sweep_override():
+        raise ConfigError(f"{override}: commas outside brackets would be a sweep; a list is written key=[a,b]")
     value: Any = parsed.value()
+    matched = _OWN_KEYS.match(override)
+    if matched and not matched["inside"] and (mapping := OmegaConf.select(composed, matched["mapping"])) is not None:
+        with open_dict(mapping):
+            mapping.clear()
     for part in reversed(parsed.key_or_group.split(".")):
         value = {part: value}
-    return value
+    try:
+        with open_dict(composed):
+            composed.merge_with(value)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{override}: {error}") from error
 
 
-def _refuse_unknown(node: Any, schema: Any, path: str) -> None:
-    """Hydra lets «+key» add anything; a key that the schema does not have would be read by nobody."""
-    known = {item.name: item for item in dataclasses.fields(schema)}
-    for key in node:
-        full = f"{path}{key}"
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            raise ConfigError(f"{full}: there is no such key" + (f"; did you mean {path}{near[0]}?" if near else ""))
-        child = node._get_node(key)
-        if OmegaConf.is_dict(child) and dataclasses.is_dataclass(kind := OmegaConf.get_type(child)):
-            _refuse_unknown(child, kind, f"{full}.")
+def _refuse_unknown(override: str) -> None:
+    """Hydra would advise a «+» for a mistyped key, and a key added with it would be read by nobody."""
+    key = override.partition("=")[0].lstrip("+~")
+    if (CONF_DIR / key.partition("@")[0]).is_dir():  # the choice of a config group
+        return
+    kind: Any = Config
+    path: list[str] = []
+    parts = iter(key.split("."))
+    for part in parts:
+        hints = get_type_hints(kind)
+        path.append(part)
+        if part not in hints:
+            near = difflib.get_close_matches(part, hints, n=1)
+            hint = f"; did you mean {'.'.join([*path[:-1], near[0]])}?" if near else ""
+            raise ConfigError(f"{'.'.join(path)}: there is no such key{hint} (docs/config.md lists every key)")
+        below = [t for t in (hints[part], *get_args(hints[part])) if dataclasses.is_dataclass(t)]
+        if not below:
+            return
+        kind = below[0]
+        if get_origin(hints[part]) is dict:
+            path.append(next(parts, ""))  # a name of the user's
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
@@ -293,12 +317,11 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     text = str(error).strip()
     if error.__cause__ is not None and str(error.__cause__) not in text:
         text += f"\n{error.__cause__}"
-    if any(re.search(r"=[^'\"{\[]*=", override) for override in overrides):
-        text += "\nA value with '=' needs quotes for Hydra inside those of the shell: 'key=\"a=b\"' (or write a\\=b)."
+    for override in overrides:
+        if re.search(r"=[^'\"{\[]*=", override):
+            text += f"\n{override}: a value with '=' needs quotes for Hydra inside those of the shell: 'key=\"a=b\"' (or a\\=b)."
     if "sweep" in text.lower() or any(re.search(r"^[^=]+=[^'\"\[({]+,", override) for override in overrides):
         text += "\nA list is written key=[1,2]; commas outside brackets would be a sweep."
-    if "is not in" in text or "Could not override" in text:
-        text += "\ndocs/config.md lists every key; nothing is added with '+', a key that is missing there is a mistake."
     return text
 
 
@@ -316,8 +339,10 @@ _CHOICES = {
     "logging.console": ("auto", "live", "plain"),
     "logging.level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
+# None, where a key may be null, passes all of these.
 _AT_LEAST = {
     "run.batches": 1,
+    "data.epochs": 1,
     "rollout.replicas": 1,
     "rollout.tensor_parallel_size": 1,
     "rollout.max_prompt_tokens": 1,
@@ -325,9 +350,14 @@ _AT_LEAST = {
     "rollout.max_concurrent_answers": 1,
     "rollout.retries": 0,
     "rollout.max_restarts": 0,
+    "rollout.kv_cache_mib": 1,
+    "rollout.threads": 1,
     "rollout.weights.bucket_mib": 1,
+    "rollout.weights.probe_max_gap": 0,
     "sampling.groups_per_batch": 1,
     "sampling.answers_per_group": 1,
+    "sampling.filter_tolerance": 0,
+    "sampling.window_batches": 0,
     "sampling.max_dispatches_per_batch": 1,
     "staleness.max": 0,
     "algorithm.updates_per_batch": 1,
@@ -336,14 +366,33 @@ _AT_LEAST = {
     "learner.max_tokens_per_microbatch": 1,
     "learner.logprob_chunk_tokens": 1,
     "learner.warmup_steps": 0,
+    "learner.learning_rate": 0,
+    "learner.threads": 1,
+    "reward.max_error_ratio": 0,
     "reward.workers": 1,
     "reward.retries": 0,
     "checkpoint.every_batches": 0,
     "checkpoint.keep": 1,
     "eval.every_batches": 0,
     "eval.answers_per_prompt": 1,
+    "eval.max_response_tokens": 1,
+    "eval.samples": 0,
+    "eval.temperature": 0,  # 0 is greedy
     "model.lora.rank": 0,
 }
+_ABOVE_ZERO = (
+    "run.watchdog_s",
+    "reward.timeout_s",
+    "rollout.start_timeout_s",
+    "rollout.answer_timeout_s",
+    "rollout.weights.timeout_s",
+    "rollout.gpu_memory_utilization",
+    "sampling.min_scored_fraction",
+    "learner.start_timeout_s",
+    "learner.step_timeout_s",
+    "learner.max_grad_norm",
+)
+_AT_MOST_ONE = ("reward.max_error_ratio", "rollout.gpu_memory_utilization", "sampling.min_scored_fraction")
 
 
 def validate(config: Config) -> None:
@@ -354,8 +403,14 @@ def validate(config: Config) -> None:
             raise ConfigError(f"{key}={value}: expected one of {', '.join(map(str, choices))}")
     for key, least in _AT_LEAST.items():
         value = _get(config, key)
-        if value < least:
+        if value is not None and not value >= least:  # so put, it refuses nan too
             raise ConfigError(f"{key}={value}: expected at least {least}")
+    for key in _ABOVE_ZERO:
+        if not (value := _get(config, key)) > 0:
+            raise ConfigError(f"{key}={value}: expected more than 0")
+    for key in _AT_MOST_ONE:
+        if (value := _get(config, key)) > 1:
+            raise ConfigError(f"{key}={value}: expected at most 1")
     _refuse_none_strings(config, "")
     _check_sampling(config)
     _check_algorithm(config)
@@ -377,8 +432,6 @@ def _check_sampling(config: Config) -> None:
             )
     if r.temperature <= 0:
         raise ConfigError(f"rollout.temperature={r.temperature}: must be above 0, or all answers of a group are equal")
-    if config.eval.temperature < 0:
-        raise ConfigError(f"eval.temperature={config.eval.temperature}: expected at least 0 (0 is greedy)")
     from learner.advantages import GROUP_RELATIVE
 
     if s.answers_per_group < 2 and config.algorithm.advantage in GROUP_RELATIVE:
@@ -417,9 +470,10 @@ def _check_algorithm(config: Config) -> None:
 def _check_names(config: Config) -> None:
     names = [("reward.functions", name) for name in config.reward.functions]
     names += [("data.eval", name) for name in config.data.eval] + [("data.train", name) for name in config.data.train]
+    names += [("run.name", config.run.name)] if config.run.name is not None else []
     for key, name in names:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            raise ConfigError(f"{key}.{name}: a name becomes part of metric and file names; use letters, digits, _ . -")
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+            raise ConfigError(f"{key}: {name!r} becomes part of metric and file names; use letters, digits, _ . -")
 
 
 def _refuse_none_strings(node: Any, path: str) -> None:

@@ -5,7 +5,8 @@ Contract of the rollout fleet:
   time, the members without an answer go to another one, at most `retries` times; after that they are reported as
   failed, never invented.
 - An actor that was lost is replaced (at most `max_restarts` times each) and serves again only after it acknowledged the
-  current weight version: it waits in `awaiting_weights` until the next publish or `admit`.
+  current weight version: it waits in `awaiting_weights` for the next broadcast. (Before the first one, the weights that
+  it starts with are the current ones.)
 - A broadcast goes to the members of this moment, and is complete when every one of them acknowledged the version with
   the right checksum for every tensor. One that is lost during a broadcast is replaced; one that received wrong weights
   stops the run.
@@ -26,9 +27,9 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from learner.rank_group import LearnerGroup
 from reward_workers.alarm import ErrorAlarm
-from rollout_workers.engine import EngineDied
+from rollout_workers.engine import EngineDied, UpdateReport
 from rollout_workers.trajectory import RewardResult, Status
-from rollout_workers.weights.manifest import Manifest
+from rollout_workers.weights.manifest import Manifest, WeightsNotDelivered
 from rollout_workers.worker import MemberReport, RolloutReport, RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class _Replica:
     index: int
     handle: Any = None
     state: str = "starting"  # starting | awaiting_weights | serving | dead
+    acknowledged: int | None = None  # the version that the present actor said it serves, in a broadcast
     outstanding: int = 0
     restarts: int = 0
     answers: int = 0
@@ -105,7 +107,8 @@ class RolloutFleet:
         self._max_restarts = max_restarts
         self._on_change = on_change
         self._replicas = [_Replica(f"rollout-{i}", i) for i in range(count)]
-        self._serving = asyncio.Condition()
+        self._published = False  # whether there was a broadcast: until then actors start with the current weights
+        self._news = asyncio.Event()  # a replica serves, or none ever will
         self._fatal: FleetError | None = None
         self.retried_answers = 0
         self.version = 0
@@ -123,12 +126,12 @@ class RolloutFleet:
         replica.handle = self._make_actor(replica.index)
         await self._call(replica, replica.handle.start.remote(self.version), self._start_timeout_s, "start")
 
-    def _lose(self, replica: _Replica, reason: str) -> None:
-        """Take a replica out of service and replace it in the background."""
+    def _lose(self, replica: _Replica, handle: Any, reason: str) -> None:
+        """Take the replica whose actor `handle` was lost out of service, and replace it in the background."""
         import ray
 
-        if replica.state in ("dead", "starting"):
-            return
+        if replica.handle is not handle or replica.state in ("dead", "starting"):
+            return  # known already
         logger.warning("%s is lost: %s", replica.name, reason)
         ray.kill(replica.handle)  # its engine process goes with it
         replica.state, replica.outstanding = "dead", 0
@@ -138,21 +141,23 @@ class RolloutFleet:
                     f"no rollout actor is left: {replica.name} was lost {replica.restarts + 1} times "
                     f"(rollout.max_restarts={self._max_restarts}), at last because {reason}"
                 )
+                self._news.set()
                 self._on_change()
             return
         replica.restarts += 1
         replica.revival = asyncio.create_task(self._revive(replica))
 
     async def _revive(self, replica: _Replica) -> None:
-        replica.state = "starting"
+        replica.state, replica.acknowledged = "starting", None
         try:
             await self._start(replica)
         except (FleetError, *LOST, RayTaskError) as error:
             replica.revival, replica.state = None, "awaiting_weights"
-            self._lose(replica, f"it did not start again: {error}")
+            self._lose(replica, replica.handle, f"it did not start again: {error}")
             return
-        replica.revival, replica.state = None, "awaiting_weights"
-        logger.info("%s is back and waits for the current weights", replica.name)
+        replica.revival, replica.state = None, "awaiting_weights" if self._published else "serving"
+        logger.info("%s is back, %s", replica.name, replica.state.replace("_", " "))
+        self._news.set()
         self._on_change()
 
     def check(self) -> None:
@@ -212,10 +217,10 @@ class RolloutFleet:
     async def _pick(self, timeout_s: float) -> _Replica:
         """The serving replica with the fewest answers outstanding; waits while none serves."""
         try:
-            async with asyncio.timeout(timeout_s), self._serving:
-                await self._serving.wait_for(
-                    lambda: self._fatal is not None or any(r.state == "serving" for r in self._replicas)
-                )
+            async with asyncio.timeout(timeout_s):
+                while self._fatal is None and not any(r.state == "serving" for r in self._replicas):
+                    self._news.clear()
+                    await self._news.wait()
         except TimeoutError as error:
             states = ", ".join(f"{r.name} {r.state}" for r in self._replicas)
             raise FleetError(f"no rollout actor served within {timeout_s:.0f} s: {states}") from error
@@ -245,23 +250,41 @@ class RolloutFleet:
         finally:
             if replica.handle is handle:
                 replica.outstanding = max(0, replica.outstanding - count)
-        if replica.handle is handle:
-            self._lose(replica, reason)
+        self._lose(replica, handle, reason)
         return None, None, f"{replica.name} was lost: {reason}"
 
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
-        """Every serving engine's logprobs (temperature 1) of the given texts, by replica name."""
+        """Every serving engine's logprobs (temperature 1) of the given texts, by replica name; none of one that is lost."""
         serving = [r for r in self._replicas if r.state == "serving"]
-        answers = await asyncio.gather(
-            *(self._call(r, r.handle.logprobs.remote(sequences), self._weights_timeout_s, "logprobs") for r in serving)
-        )
-        return {replica.name: answer for replica, answer in zip(serving, answers, strict=True)}
+        answers = await asyncio.gather(*(self._logprobs(replica, sequences) for replica in serving))
+        return {r.name: answer for r, answer in zip(serving, answers, strict=True) if answer is not None}
+
+    async def _logprobs(self, replica: _Replica, sequences: Sequence[Sequence[int]]) -> list[np.ndarray] | None:
+        handle = replica.handle
+        try:
+            return await self._call(replica, handle.logprobs.remote(sequences), self._weights_timeout_s, "score texts")
+        except LOST as error:
+            self._lose(replica, handle, str(error).splitlines()[0])
+            return None
+
+    async def sleep(self) -> None:
+        """Every engine gives its device to the learner; nothing may be in flight."""
+        await self._all_serving("sleep")
+
+    async def wake(self) -> None:
+        await self._all_serving("wake")
+
+    async def _all_serving(self, method: str) -> None:
+        serving = [r for r in self._replicas if r.state == "serving"]
+        calls = [self._call(r, getattr(r.handle, method).remote(), self._weights_timeout_s, method) for r in serving]
+        await asyncio.gather(*calls)
 
     # Weights
 
     async def broadcast(self, learner: LearnerGroup, version: int) -> BroadcastReport:
         """Give `version`, the learner's current weights, to every living member; returns when all acknowledged."""
         began = time.monotonic()
+        self._published = True
         members = [r for r in self._replicas if r.state in ("serving", "awaiting_weights")]
         if not members:
             await self._wait_for_a_member()
@@ -271,11 +294,11 @@ class RolloutFleet:
         else:
             manifest, pauses = await self._broadcast_buckets(learner, version, members)
         self.version = version
-        async with self._serving:
-            for replica in members:
-                if replica.state == "awaiting_weights":
-                    replica.state = "serving"
-            self._serving.notify_all()
+        for replica in members:
+            # One that was lost and came back meanwhile acknowledged nothing yet.
+            if replica.state == "awaiting_weights" and replica.acknowledged == version:
+                replica.state = "serving"
+        self._news.set()
         return BroadcastReport(manifest, max(pauses, default=0.0), time.monotonic() - began)
 
     async def _wait_for_a_member(self) -> None:
@@ -289,6 +312,7 @@ class RolloutFleet:
     ) -> tuple[Manifest, list[float]]:
         """Buckets reach each actor while its engine still generates; only loading them makes it pause."""
         deliveries: list[asyncio.Task[Any]] = []
+        handles = {replica.name: replica.handle for replica in members}
         manifest: Manifest | None = None
         async with asyncio.timeout(self._weights_timeout_s):
             async for item in learner.export_weights(version):
@@ -296,31 +320,41 @@ class RolloutFleet:
                     manifest = item
                     break
                 for replica in members:
-                    reference = replica.handle.add_bucket.remote(item)
-                    deliveries.append(asyncio.create_task(self._deliver(replica, reference)))
+                    reference = handles[replica.name].add_bucket.remote(item)
+                    deliveries.append(asyncio.create_task(self._deliver(replica, handles[replica.name], reference)))
             await asyncio.gather(*deliveries)
         assert manifest is not None
         pauses = await asyncio.gather(
-            *(self._acknowledge(r, r.handle.update.remote(version), manifest) for r in members if r.state != "dead")
+            *(self._load(r, handles[r.name], version, manifest) for r in members if r.handle is handles[r.name])
         )
         return manifest, [pause for pause in pauses if pause is not None]
 
-    async def _deliver(self, replica: _Replica, reference: Any) -> None:
+    async def _deliver(self, replica: _Replica, handle: Any, reference: Any) -> None:
         try:
             await self._call(replica, reference, self._weights_timeout_s, "receive weights")
         except LOST as error:
-            self._lose(replica, str(error).splitlines()[0])
+            self._lose(replica, handle, str(error).splitlines()[0])
 
-    async def _acknowledge(self, replica: _Replica, reference: Any, manifest: Manifest) -> float | None:
-        """Wait until the replica serves the version, and compare what it received; None if it was lost instead."""
+    async def _load(self, replica: _Replica, handle: Any, version: int, manifest: Manifest) -> float | None:
+        """Have the replica load what it received, and check that; the pause in seconds, None if it was lost instead."""
         if replica.state not in ("serving", "awaiting_weights"):
             return None
         try:
-            report = await self._call(replica, reference, self._weights_timeout_s, "load weights")
+            report = await self._call(replica, handle.update.remote(version), self._weights_timeout_s, "load weights")
         except LOST as error:
-            self._lose(replica, str(error).splitlines()[0])
+            self._lose(replica, handle, str(error).splitlines()[0])
             return None
+        return self._acknowledge(replica, handle, report, manifest)
+
+    def _acknowledge(self, replica: _Replica, handle: Any, report: UpdateReport, manifest: Manifest) -> float:
+        """Take a replica's word that it serves a version, if what it received is what was sent; its pause in seconds."""
+        if report.version != manifest.version:
+            raise WeightsNotDelivered(
+                f"weights of version {manifest.version}: {replica.name} says that it serves version {report.version}"
+            )
         manifest.check(report.received, replica.name)
+        if replica.handle is handle:
+            replica.acknowledged = report.version
         return report.pause_s
 
     async def _broadcast_nccl(
@@ -337,8 +371,7 @@ class RolloutFleet:
         pauses = []
         for replica, future in zip(members, receiving, strict=True):
             report = await self._call(replica, future, self._weights_timeout_s, "receive weights")
-            manifest.check(report.received, replica.name)
-            pauses.append(report.pause_s)
+            pauses.append(self._acknowledge(replica, replica.handle, report, manifest))
         return manifest, pauses
 
     async def _connect_nccl(self, learner: LearnerGroup, members: Sequence[_Replica]) -> None:

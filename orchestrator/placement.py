@@ -8,6 +8,7 @@ half of each: on GPUs that is Ray's fractional GPU, on CPUs the threads overlap.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,11 @@ class Placement:
     learners: int
     rollout_threads: int
     learner_threads: int
+
+    @property
+    def takes_turns(self) -> bool:
+        """Engines must give their memory back while the learner works. CPU threads just idle."""
+        return self.shared and self.device == "gpu"
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -49,32 +55,48 @@ def plan(config: Config, nodes: list[dict[str, float]]) -> Placement:
         return _on_gpus(config, nodes, shared=shared)
     if config.rollout.weights.transport == "nccl":
         raise ConfigError("rollout.weights.transport=nccl needs GPUs, and placement.device is cpu; leave it at auto")
-    if shared:
-        rollout_threads = config.rollout.threads or max(1, cpus // replicas)
-        learner_threads = config.learner.threads or max(1, cpus // ranks)
-        asked = max(rollout_threads * replicas, learner_threads * ranks)
-    else:
-        each = max(1, cpus // (replicas + ranks))
-        rollout_threads = config.rollout.threads or each
-        learner_threads = config.learner.threads or each
-        asked = rollout_threads * replicas + learner_threads * ranks
-    if asked > cpus:
-        raise ConfigError(
-            f"the run asks for {asked} CPU cores (rollout.replicas={replicas} with {rollout_threads} threads, "
-            f"learner.ranks={ranks} with {learner_threads} threads, placement.mode={config.placement.mode}), "
-            f"the cluster has {cpus}"
-        )
     share = 0.5 if shared else 1.0
-    return Placement(
-        device="cpu",
-        shared=shared,
-        rollout_bundle={"CPU": rollout_threads * share},
-        learner_bundle={"CPU": learner_threads * share},
-        rollouts=replicas,
-        learners=ranks,
-        rollout_threads=rollout_threads,
-        learner_threads=learner_threads,
+    wanted = (cpus // replicas, cpus // ranks) if shared else (cpus // (replicas + ranks),) * 2
+    # Even shares, and smaller ones where they don't fit the nodes.
+    for less in range(max(1, *wanted)):
+        rollout_threads, learner_threads = (max(1, threads - less) for threads in wanted)
+        placement = Placement(
+            device="cpu",
+            shared=shared,
+            rollout_bundle={"CPU": (config.rollout.threads or rollout_threads) * share},
+            learner_bundle={"CPU": (config.learner.threads or learner_threads) * share},
+            rollouts=replicas,
+            learners=ranks,
+            rollout_threads=config.rollout.threads or rollout_threads,
+            learner_threads=config.learner.threads or learner_threads,
+        )
+        engines, learners = [placement.rollout_threads] * replicas, [placement.learner_threads] * ranks
+        reserved = [bundle["CPU"] for bundle in placement.bundles]
+        if all(_fits(cores, nodes) for cores in (engines, learners, reserved)):
+            return placement
+    asked = max(sum(engines), sum(learners)) if shared else sum(engines + learners)
+    raise ConfigError(
+        f"the run asks for {asked} CPU cores (rollout.replicas={replicas} "
+        f"with {placement.rollout_threads} threads, learner.ranks={ranks} with {placement.learner_threads} threads, "
+        f"placement.mode={config.placement.mode}), each actor's on one node; the cluster has {_per_node(nodes)}"
     )
+
+
+def _fits(cores: Sequence[float], nodes: list[dict[str, float]]) -> bool:
+    """Whether actors with so many cores each find room, every one on one node; the largest is placed first."""
+    free = [node.get("CPU", 0) for node in nodes]
+    for wanted in sorted(cores, reverse=True):
+        node = next((i for i, room in enumerate(free) if room >= wanted), None)
+        if node is None:
+            return False
+        free[node] -= wanted
+    return True
+
+
+def _per_node(nodes: list[dict[str, float]]) -> str:
+    """The nodes' cores, e.g. `6 (4 + 2)`."""
+    counts = [node.get("CPU", 0) for node in nodes]
+    return f"{sum(counts):g}" + (f" ({' + '.join(f'{count:g}' for count in counts)})" if len(counts) > 1 else "")
 
 
 def _on_gpus(config: Config, nodes: list[dict[str, float]], *, shared: bool) -> Placement:

@@ -43,6 +43,7 @@ class Prepared:
 def prepare(config: Config, reward: UserReward | None = None, *, training: bool = True) -> Prepared:
     """Load and check. `reward` is what a Python caller passed instead of `reward.functions`."""
     model_path = str(resolve_model(config.model.path))
+    _check_context(config, model_path)
     chat = ChatTemplate.from_pretrained(model_path, config.model.chat_template_kwargs)
     rewards = _rewards(config, reward)
     train = load_sources(config.data.train, "train") if training else []
@@ -62,6 +63,20 @@ def prepare(config: Config, reward: UserReward | None = None, *, training: bool 
         for source in evaluation:
             _check_columns(source, checker, "data.eval")
     return Prepared(config, model_path, chat, train, evaluation, rewards, checker)
+
+
+def _check_context(config: Config, model_path: str) -> None:
+    """Prompt and answer together must fit the model's context, or the engine would refuse them in the middle of a run."""
+    from transformers import AutoConfig
+
+    limit = getattr(AutoConfig.from_pretrained(model_path).get_text_config(), "max_position_embeddings", None)
+    r = config.rollout
+    asked = r.max_prompt_tokens + max(r.max_response_tokens, config.eval.max_response_tokens or 0)
+    if limit is not None and asked > limit:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens={r.max_prompt_tokens} and the longest answer come to {asked} tokens; "
+            f"{config.model.path} has a context of {limit}"
+        )
 
 
 def _rewards(config: Config, reward: UserReward | None) -> RewardSet:

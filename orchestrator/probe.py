@@ -7,6 +7,7 @@ of an old tensor; this can.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ class Probe:
         """Take the present logprobs as the base of all later changes."""
         self._learner_base = np.concatenate(await self._learner.logprobs(self._sequences))
         engines = await self._engines.logprobs(self._sequences)
+        if not engines:
+            raise WeightsDiverged("no engine answered the probe texts: there is nothing to compare the learner with")
         # All engines serve the same weights, and a replaced one must be comparable too: one base for all.
         self._difference = np.mean([np.concatenate(values) for values in engines.values()], axis=0) - self._learner_base
 
@@ -132,7 +135,8 @@ class Probe:
         return report
 
     async def _report(self) -> ProbeReport:
-        learner = np.concatenate(await self._learner.logprobs(self._sequences))
-        engines = await self._engines.logprobs(self._sequences)
-        gaps = [np.abs(np.concatenate(v) - learner - self._difference).mean() for v in engines.values()]
+        texts = self._sequences
+        of_learner, of_engines = await asyncio.gather(self._learner.logprobs(texts), self._engines.logprobs(texts))
+        learner = np.concatenate(of_learner)
+        gaps = [np.abs(np.concatenate(v) - learner - self._difference).mean() for v in of_engines.values()]
         return ProbeReport(float(max(gaps)), float(np.abs(learner - self._learner_base).mean()))

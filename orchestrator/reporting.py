@@ -142,11 +142,13 @@ def learner_metrics(reports: list[LearnReport], tally: LearnTally) -> dict[str, 
     sums: Mapping[str, float] = tally.sums
     report = reports[0]
     updates = len(report.grad_norms)
-    values: dict[str, float] = {
-        "actor/grad_norm": sum(report.grad_norms) / updates,
-        "actor/lr": report.learning_rates[-1],
-        "actor/loss": sums.get("loss", 0.0) / updates,
-    }
+    values: dict[str, float] = {}
+    if updates:  # none where algorithm.mask_truncated left nothing
+        values = {
+            "actor/grad_norm": sum(report.grad_norms) / updates,
+            "actor/lr": report.learning_rates[-1],
+            "actor/loss": sums.get("loss", 0.0) / updates,
+        }
     tokens = sums.get("tokens", 0.0)
     if tokens:
         values |= {

@@ -14,8 +14,9 @@ import asyncio
 import logging
 import shutil
 import time
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.exceptions import ObjectLostError, RayTaskError
 
@@ -40,7 +41,6 @@ from orchestrator.sampling_types import (
     OfferAgain,
     OnStarved,
     QueueSettings,
-    Resample,
     Stage,
     Starvation,
 )
@@ -48,6 +48,8 @@ from orchestrator.sinks import Recorder, WandbSink
 from rollout_workers.worker import RolloutRequest, SamplingSettings
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PROBE_TEXTS = 2
 PROBE_TOKENS = 64
@@ -114,6 +116,7 @@ class Run:
             max_gap=config.rollout.weights.probe_max_gap,
         )
         self.share_prefixes = shares_prefixes(prepared)
+        self.takes_turns = cluster.placement.takes_turns
         self.filter_on = prepared.filter_on
         self.report = BatchReport(prepared.filter_on)
         self.flights: dict[str, Flight] = {}
@@ -122,6 +125,7 @@ class Run:
         self.dispatched = self.queue.counts.dispatched
         self.metrics: dict[str, Any] = {}
         self.phase = "starting"
+        self.over = False
 
     @property
     def version(self) -> int:
@@ -139,8 +143,10 @@ class Run:
             await self.probe.canary(lambda: self.rollouts.broadcast(self.learner, self.version), self.config.run.seed)
         try:
             async with asyncio.TaskGroup() as self.tasks:
-                await self.loop()
-                self._stop_flights()
+                try:
+                    await self.loop()
+                finally:
+                    self._stop_flights()
         except BaseExceptionGroup as group:
             # One cause is enough for a person; a group's failure cancels everything else.
             raise _first(group) from group
@@ -170,9 +176,7 @@ class Run:
         self._show("collect")
         while True:
             self._dispatch()
-            self.rollouts.check()
-            if self.rollouts.awaiting_weights:  # the learner is idle here: its weights are this version's
-                await self.rollouts.broadcast(self.learner, self.version)
+            await self._attend()
             shrink = self.config.sampling.on_starved == "shrink"
             if (batch := self.queue.take_batch(shrink=shrink)) is not None:
                 return batch
@@ -185,6 +189,22 @@ class Run:
             except TimeoutError as error:
                 raise NoProgress(self._dump()) from error
             self.changed.clear()
+
+    async def _attend(self) -> None:
+        """Let engines that came back serve again. The learner must be idle: its weights are then this version's."""
+        self.rollouts.check()
+        if self.rollouts.awaiting_weights:
+            await self.rollouts.broadcast(self.learner, self.version)
+
+    async def _attended(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that needs the engines while the loop does nothing else."""
+        task = self.tasks.create_task(work)
+        task.add_done_callback(lambda _: self.changed.set())
+        while not task.done():
+            await self._attend()
+            await self.changed.wait()
+            self.changed.clear()
+        return task.result()
 
     def _give_up(self, starvation: Starvation) -> None:
         if starvation.action is OnStarved.ERROR:
@@ -199,7 +219,7 @@ class Run:
         )
 
     def _dispatch(self) -> None:
-        while min(self.queue.room(), self._wanted()) > 0:
+        while not self.over and min(self.queue.room(), self._wanted()) > 0:
             prompt = self.prompts.next()
             if prompt is None:
                 self.queue.prompts_exhausted()
@@ -218,24 +238,18 @@ class Run:
 
     async def _fly(self, flight: Flight) -> None:
         """One group from dispatch to the queue's verdict."""
-        missing = tuple(range(flight.size))
-        for attempt in range(self.queue.settings.member_retries + 1):
-            await self._generate(flight, missing, attempt)
-            self.queue.generated(flight.group_id)
-            try:
-                await self._score(flight)
-            except (ObjectLostError, RayTaskError) as error:
-                self._carry_out(self.queue.failed(flight.group_id, f"its answers were lost: {error}"))
-                return
-            commands = self.queue.scored(flight.group_id, flight.members(self.filter_on))
-            resample = next((command for command in commands if isinstance(command, Resample)), None)
-            if resample is None:
-                self.report.scored(flight)
-                self._carry_out(commands)
-                return
-            missing = resample.indexes
+        await self._generate(flight)
+        self.queue.generated(flight.group_id)
+        try:
+            await self._score(flight)
+        except (ObjectLostError, RayTaskError) as error:
+            self._carry_out(self.queue.failed(flight.group_id, f"its answers were lost: {error}"))
+            return
+        commands = self.queue.scored(flight.group_id, flight.members(self.filter_on))
+        self.report.scored(flight)
+        self._carry_out(commands)
 
-    async def _generate(self, flight: Flight, indexes: tuple[int, ...], attempt: int) -> None:
+    async def _generate(self, flight: Flight) -> None:
         r = self.config.rollout
         generated = await self.rollouts.generate(
             RolloutRequest(
@@ -243,21 +257,18 @@ class Run:
                 prompt_id=flight.prompt.prompt_id,
                 epoch=flight.prompt.epoch,
                 messages=flight.prompt.messages,
-                indexes=indexes,
+                indexes=tuple(range(flight.size)),
                 sampling=SamplingSettings(
                     r.temperature,
                     r.max_response_tokens,
                     seed_base=self.config.run.seed if self.config.run.deterministic else None,
                 ),
                 timeout_s=r.answer_timeout_s,
-                attempt=attempt,
             )
         )
-        flight.reports |= {member.index: member for member in generated.members}
+        flight.reports = {member.index: member for member in generated.members}
         payloads = [payload.reference for payload in generated.payloads]
-        if flight.payload is not None:
-            payloads.insert(0, flight.payload)
-        if payloads:
+        if payloads:  # several, if members were asked for again elsewhere
             flight.payload = payloads[0] if len(payloads) == 1 else self.clerks.merged(payloads)
         flight.generated_at = time.time()
 
@@ -292,6 +303,7 @@ class Run:
 
     def _stop_flights(self) -> None:
         """The run is over: groups still in flight are given up, their prompts not used up."""
+        self.over = True  # an answer that arrives in this moment may outrun its task's cancellation
         for task in self.tasks._tasks.copy():
             task.cancel()
 
@@ -305,7 +317,11 @@ class Run:
         )
         payloads = [self.flights[group.group_id].payload for group in batch.groups]
         step_before = self.learner.optimizer_step
+        if self.takes_turns:
+            await self.rollouts.sleep()
         reports, tally, logprobs = await self.learner.learn(plan.ranks, payloads)
+        if self.takes_turns:
+            await self.rollouts.wake()
         rows = self._journal_rows(batch, plan, step_before, reports[0].optimizer_step)
         self.journaled = self.tasks.create_task(
             self.clerks.write_journal(
@@ -364,7 +380,7 @@ class Run:
             return
         self._show("eval")
         with self.report.phase("eval"):
-            self.evaluations = await self.evaluator.run(self.version)
+            self.evaluations = await self._attended(self.evaluator.run(self.version))
         self.evaluated = self.version
         self._log(metrics_of(self.evaluations))
         for result in self.evaluations:
@@ -455,7 +471,6 @@ def queue_settings(config: Config) -> QueueSettings:
         window_batches=s.window_batches,
         max_dispatches_per_batch=s.max_dispatches_per_batch,
         on_starved=OnStarved(s.on_starved),
-        member_retries=config.rollout.retries,
         max_staleness=config.staleness.max,
     )
 

@@ -45,6 +45,7 @@ class EngineSettings:
     kv_cache_mib: int | None = None
     gpu_memory_utilization: float = 0.85
     enforce_eager: bool = True
+    takes_turns: bool = False  # shares its device with the learner: gives its memory back while that works
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -93,6 +94,7 @@ class Engine:
             "gpu_memory_utilization": s.gpu_memory_utilization,
             "enforce_eager": s.enforce_eager,
             "enable_prefix_caching": True,
+            "enable_sleep_mode": s.takes_turns,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # never a model's own top_p or temperature
             "weight_transfer_config": {"backend": NCCL_BACKEND if s.transport == "nccl" else SHARED_MEMORY_BACKEND},
@@ -192,24 +194,34 @@ class Engine:
         await self._llm.shutdown_weight_transfer_engine()
 
     async def update(self, version: int, update_infos: Sequence[Mapping[str, Any]]) -> UpdateReport:
-        """Load a weight version while requests in flight wait, and report what arrived."""
+        """Load a weight version while requests in flight wait, and report what arrived.
+
+        An engine whose update failed stays paused.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         began = time.monotonic()
         # Keys and values of the old version stay for the requests in flight; new requests can't meet them (salt).
         await self._llm.pause_generation(mode="keep", clear_cache=False)
-        try:
-            await self._llm.start_weight_update()
-            for info in update_infos:
-                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
-            received = await self._llm.collective_rpc("headway_received")
-            await self._llm.finish_weight_update(weight_version=str(version))
-            self.version = version
-        finally:
-            await self._llm.resume_generation()
+        await self._llm.start_weight_update()
+        for info in update_infos:
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
+        received = await self._llm.collective_rpc("headway_received")
+        await self._llm.finish_weight_update(weight_version=str(version))
+        self.version = version
+        # Not in a `finally`: after a failed update the weights are half loaded, and no token may come from them.
+        await self._llm.resume_generation()
         if any(other != received[0] for other in received[1:]):
             raise RuntimeError(f"tensor-parallel workers received different weights of version {version}")
         return UpdateReport(version, received[0], time.monotonic() - began)
+
+    async def sleep(self) -> None:
+        """Give the device's memory to the learner: weights go to the host, keys and values are dropped."""
+        await self._llm.sleep(level=1)
+
+    async def wake(self) -> None:
+        """Take the memory back; the weights are those from before `sleep`, until the next update."""
+        await self._llm.wake_up()
 
     async def close(self) -> None:
         self._llm.shutdown()

@@ -91,7 +91,7 @@ class RolloutWorker:
         started_at = time.time()
         prompt_ids = self._chat.prompt_ids(request.messages)
         results = await asyncio.gather(
-            *(self._answer(request, index, prompt_ids) for index in request.indexes), return_exceptions=True
+            *(self._member(request, index, prompt_ids) for index in request.indexes), return_exceptions=True
         )
         members: list[MemberReport] = []
         trajectories: list[Trajectory] = []
@@ -101,45 +101,51 @@ class RolloutWorker:
             if isinstance(result, BaseException):
                 members.append(MemberReport(index, None, error=f"{type(result).__name__}: {result}"))
                 continue
-            trajectory = self._trajectory(request, index, prompt_ids, result)
             counts: dict[int, int] = {}
-            for span in trajectory.version_spans:
+            for span in result.version_spans:
                 counts[span.version] = counts.get(span.version, 0) + span.end - span.start
             members.append(
                 MemberReport(
                     index,
                     len(trajectories),
                     tuple(sorted(counts.items())),
-                    trajectory.response_length,
+                    result.response_length,
                     len(prompt_ids),
-                    trajectory.truncated,
+                    result.truncated,
                 )
             )
-            trajectories.append(trajectory)
+            trajectories.append(result)
         return RolloutReport(tuple(members), started_at, time.time()), tuple(trajectories)
 
-    async def _answer(self, request: RolloutRequest, index: int, prompt_ids: Sequence[int]) -> Answer:
+    async def _member(self, request: RolloutRequest, index: int, prompt_ids: Sequence[int]) -> Trajectory:
         sampling = request.sampling
+        room = self._settings.max_model_tokens - len(prompt_ids)
+        if room < 1:
+            raise ValueError(
+                f"the prompt's {len(prompt_ids)} tokens leave no room to answer in {self._settings.max_model_tokens}"
+            )
         seed = None
         if sampling.seed_base is not None:
             seed = member_seed(sampling.seed_base, request.prompt_id, request.epoch, index, request.attempt)
         # Beyond its time limit the request is aborted in the engine as well: cancelling the generator does that.
-        async with asyncio.timeout(request.timeout_s):
-            return await self._engine.generate(
-                prompt_ids,
-                temperature=sampling.temperature,
-                max_tokens=min(sampling.max_response_tokens, self._settings.max_model_tokens - len(prompt_ids)),
-                eos_ids=self._chat.eos_ids,
-                seed=seed,
-            )
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                answer = await self._engine.generate(
+                    prompt_ids,
+                    temperature=sampling.temperature,
+                    max_tokens=min(sampling.max_response_tokens, room),
+                    eos_ids=self._chat.eos_ids,
+                    seed=seed,
+                )
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer within {request.timeout_s:g} s") from error
+        return self._trajectory(request, index, prompt_ids, answer)
 
     def _trajectory(self, request: RolloutRequest, index: int, prompt_ids: Sequence[int], answer: Answer) -> Trajectory:
         prompt_length = len(prompt_ids)
         total = prompt_length + len(answer.token_ids)
         mask = np.zeros(total, dtype=bool)
         mask[prompt_length:] = True
-        logprobs = np.zeros(total, dtype=np.float32)
-        logprobs[prompt_length:] = answer.logprobs
         return Trajectory(
             group_id=request.group_id,
             index=index,
@@ -153,7 +159,7 @@ class RolloutWorker:
             ),
             token_ids=np.concatenate([np.asarray(prompt_ids, dtype=np.int32), answer.token_ids]),
             response_mask=mask,
-            behaviour_logprobs=logprobs,
+            behaviour_logprobs=np.concatenate([np.zeros(prompt_length, dtype=np.float32), answer.logprobs]),
             version_spans=tuple(
                 VersionSpan(s.start + prompt_length, s.end + prompt_length, s.version) for s in answer.version_spans
             ),
@@ -175,6 +181,12 @@ class RolloutWorker:
             return await self._engine.update(version, self._spool.update_infos())
         finally:
             self._spool.clear()
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        await self._engine.wake()
 
     async def connect(self, init_info: Mapping[str, Any]) -> None:
         await self._engine.connect(init_info)

@@ -1,0 +1,266 @@
+"""Learner ranks: the learning-rate schedule, and real DeepSpeed processes against plain torch.
+
+For each kind of job the fixture `ran` starts `rank_process.py` once per rank; the tests compare what the processes wrote with
+`plain_reference` and torch's AdamW in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rank_process
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from learner_data import Payloads
+from plain_reference import frozen_distributions, reference_gradients
+
+from learner.batch import Row
+from learner.objective import Objective
+from learner.policy import Policy, PolicySettings
+from learner.weight_source import PolicyWeightSource
+from learner.worker import LearnerSettings, learning_rate
+from rollout_workers.weights.manifest import checksum
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-5
+
+BASE = LearnerSettings(
+    PolicySettings("unused", "float32"), Objective(lambda: None), "cpu", 1.0, 0, 2e-4, total_optimizer_steps=10
+)
+
+
+# The schedule
+
+
+def test_a_constant_rate_is_constant() -> None:
+    assert [learning_rate(BASE, step) for step in range(20)] == [2e-4] * 20
+
+
+def test_warm_up_rises_in_equal_steps_to_the_whole_rate() -> None:
+    settings = replace(BASE, warmup_steps=4)
+    assert [learning_rate(settings, step) for step in range(5)] == pytest.approx([0.5e-4, 1e-4, 1.5e-4, 2e-4, 2e-4])
+
+
+def test_linear_decay_reaches_zero_after_the_last_step() -> None:
+    settings = replace(BASE, schedule="linear", warmup_steps=2)
+    assert learning_rate(settings, 2) == pytest.approx(2e-4)
+    assert learning_rate(settings, 6) == pytest.approx(1e-4)
+    assert learning_rate(settings, 9) == pytest.approx(2e-4 / 8)
+    assert learning_rate(settings, 10) == 0.0
+
+
+def test_cosine_decay_reaches_zero_after_the_last_step() -> None:
+    settings = replace(BASE, schedule="cosine")
+    assert learning_rate(settings, 0) == pytest.approx(2e-4)
+    assert learning_rate(settings, 5) == pytest.approx(1e-4)
+    assert learning_rate(settings, 9) == pytest.approx(1e-4 * (1 + math.cos(math.pi * 0.9)))
+    assert learning_rate(settings, 10) == pytest.approx(0.0)
+
+
+@given(
+    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    warmup=st.integers(0, 20),
+    total=st.integers(1, 30),
+    step=st.integers(0, 60),
+)
+def test_a_rate_is_never_negative_nor_above_the_peak(schedule: str, warmup: int, total: int, step: int) -> None:
+    settings = replace(BASE, schedule=schedule, warmup_steps=warmup, total_optimizer_steps=total)
+    assert 0 <= learning_rate(settings, step) <= 2e-4 * (1 + 1e-12)
+    if step < total:
+        assert learning_rate(settings, step) > 0, "a step that learns nothing"
+
+
+# DeepSpeed processes
+
+JOBS: dict[str, dict[str, Any]] = {
+    "zero0": {"zero_stage": 0},
+    "zero1": {"zero_stage": 1, "kl": True},
+    "zero2": {"zero_stage": 2, "recompute_proximal": True},
+    "zero3": {"zero_stage": 3},
+    "zero2_two_ranks": {"zero_stage": 2, "ranks": 2},
+    "zero3_two_ranks_lora": {"zero_stage": 3, "ranks": 2, "lora_rank": 4, "kl": True, "recompute_proximal": True},
+}
+DEFAULTS = {"ranks": 1, "lora_rank": 0, "kl": False, "recompute_proximal": False}
+
+
+def run_ranks(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank found. A rank that fails shows its output."""
+    folder = Path(job["folder"])
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(rank_process.__file__)),
+                str(rank),
+                str(job["ranks"]),
+                f"file://{folder}/rendezvous",
+                json.dumps(job),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(job["ranks"])
+    ]
+    try:
+        for rank, process in enumerate(processes):
+            output, _ = process.communicate(timeout=200)
+            assert process.returncode == 0, f"rank {rank}:\n{output}"
+    finally:
+        for process in processes:
+            process.kill()
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(job["ranks"])]
+
+
+def expected_steps(job: dict[str, Any]) -> tuple[list[float], Policy]:
+    """Gradient norms, and the policy after the optimizer updates of plain torch."""
+    settings = rank_process.settings(job)
+    policy, initial = Policy(settings.policy), Policy(replace(settings.policy, lora_rank=0))
+    trainable = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=0.0, weight_decay=settings.weight_decay)
+    plans, updates, payloads = rank_process.plans(job["ranks"])
+    assert len(plans[0].updates[1]) > 1, "accumulation is not tested"
+    assert all(plan.updates[0] == plan.updates[2] == ((),) for plan in plans[1:]), "ranks without data are not tested"
+    norms = []
+    for step, rows in enumerate(updates):
+        _, gradients = reference_gradients(
+            policy,
+            rows,
+            payloads,
+            temperature=settings.temperature,
+            proximal=initial if job["recompute_proximal"] else None,
+            reference=initial if job["kl"] else None,
+            kl_coefficient=settings.objective.kl_coefficient,
+        )
+        for name, parameter in policy.named_parameters():
+            if parameter.requires_grad:
+                parameter.grad = gradients[name]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trainable, settings.max_grad_norm)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return norms, policy
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A job that ran: what each rank found, and what plain torch says."""
+
+    folder: Path
+    ranks: list[dict[str, Any]]
+    initial: Policy
+    policy: Policy
+    norms: list[float]
+    updates: list[list[Row]]
+    payloads: Payloads
+
+
+@pytest.fixture(scope="module", params=JOBS)
+def ran(request: pytest.FixtureRequest, tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp(request.param)
+    job = DEFAULTS | JOBS[request.param] | {"model": tiny_path, "folder": str(folder)}
+    norms, policy = expected_steps(job)
+    _, updates, payloads = rank_process.plans(job["ranks"])
+    initial = Policy(rank_process.settings(job).policy)
+    return Ran(folder, run_ranks(job), initial, policy, norms, updates, payloads)
+
+
+@pytest.mark.engine
+def test_every_rank_takes_the_steps_of_plain_torch(ran: Ran) -> None:
+    assert min(ran.norms) > rank_process.MAX_GRAD_NORM, "clipping is not tested"
+    for found in ran.ranks:
+        assert found["parameters"] == sum(p.numel() for p in ran.policy.parameters() if p.requires_grad)
+        assert found["report"].grad_norms == pytest.approx(ran.norms, rel=TOLERANCE)
+        assert found["report"].learning_rates == pytest.approx([5e-4, 1e-3, 1e-3])
+        assert found["report"].optimizer_step == 3
+        assert found["memory_bytes"] > 0
+    sampled = sum(answer.response_length for answers in ran.payloads.values() for answer in answers)
+    assert sum(found["report"].sums.get("tokens", 0) for found in ran.ranks) == sampled
+
+
+@pytest.mark.engine
+def test_the_weights_that_leave_are_those_of_plain_torch(ran: Ran) -> None:
+    """Only rank 0 hands out anything, together with the manifest of it."""
+    assert [bool(found["weights"]) for found in ran.ranks] == [True] + [False] * (len(ran.ranks) - 1)
+    weights = ran.ranks[0]["weights"]
+    source = PolicyWeightSource(ran.policy, zero_stage=0, bucket_bytes=2**40)
+    expected = {name: tensor for bucket in source.buckets() for name, tensor in bucket}
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (weights[name] - tensor).norm() / tensor.norm()
+        assert error <= TOLERANCE, f"{name}: relative error {float(error):.2e}"
+    last = {name: checksum(tensor) for name, tensor in ran.ranks[0]["again_weights"].items()}
+    ran.ranks[0]["manifest"].check(last, "the test")
+
+
+@pytest.mark.engine
+def test_logprobs_of_the_answers_are_from_before_they_were_learned_from(ran: Ran) -> None:
+    logprobs = {key: values for found in ran.ranks for key, values in found["first_logprobs"].items()}
+    assert logprobs.keys() == {(row.group_id, row.index) for rows in ran.updates for row in rows}
+    assert sum(len(found["first_logprobs"]) for found in ran.ranks) == len(logprobs), "an answer on two ranks"
+    for row in ran.updates[0]:
+        answer = ran.payloads[row.payload][row.position]
+        expected = frozen_distributions(ran.initial, answer.token_ids, rank_process.TEMPERATURE).numpy()
+        positions = np.flatnonzero(answer.response_mask)
+        np.testing.assert_allclose(
+            logprobs[row.group_id, row.index], expected[positions - 1, answer.token_ids[positions]], rtol=0, atol=1e-4
+        )
+
+
+@pytest.mark.engine
+def test_the_canary_is_felt_on_every_rank_and_taken_back_exactly(ran: Ran) -> None:
+    text = rank_process.TEXTS[0]
+    before, after = (
+        frozen_distributions(policy, text, 1.0)[range(len(text) - 1), text[1:]].numpy()
+        for policy in (ran.initial, ran.policy)
+    )
+    for found in ran.ranks:
+        np.testing.assert_allclose(found["logprobs_before"][0], before, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(found["logprobs_after"][0], after, rtol=0, atol=1e-4)
+        assert [len(v) + 1 for v in found["logprobs_after"]] == [len(ids) for ids in rank_process.TEXTS]
+        assert np.abs(found["logprobs_perturbed"][0] - after).max() > 1e-3
+        for restored, unperturbed in zip(found["logprobs_restored"], found["logprobs_after"], strict=True):
+            np.testing.assert_array_equal(restored, unperturbed)
+
+
+@pytest.mark.engine
+def test_a_loaded_checkpoint_goes_on_to_the_same_next_steps_bit_by_bit(ran: Ran) -> None:
+    checkpoint = ran.folder / "checkpoint"
+    files = sorted(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*.pt"))
+    assert sorted(file for found in ran.ranks for file in found["saved"]) == files
+    for found in ran.ranks:
+        assert found["loaded_step"] == 3
+        assert found["again_report"] == found["next_report"]
+        assert found["again_report"].optimizer_step == 6
+        for key, values in found["next_logprobs"].items():
+            np.testing.assert_array_equal(found["again_logprobs"][key], values)
+    for name, tensor in ran.ranks[0]["next_weights"].items():
+        assert torch.equal(ran.ranks[0]["again_weights"][name], tensor), name
+
+
+@pytest.mark.engine
+def test_the_exported_folder_holds_what_the_engines_got(ran: Ran) -> None:
+    from transformers import AutoModelForCausalLM
+
+    exported = dict(AutoModelForCausalLM.from_pretrained(ran.folder / "model").named_parameters())
+    weights = ran.ranks[0]["again_weights"]
+    assert exported.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(exported[name], tensor), name

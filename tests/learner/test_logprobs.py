@@ -1,0 +1,150 @@
+"""Logprobs and entropies of tokens, against the formula in float64, in chunks and whole."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.logprobs import logit_transform, token_logprobs
+
+HIDDEN, VOCABULARY = 16, 300
+
+
+def setup(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.nn.Linear]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(count, HIDDEN, generator=generator).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (count,), generator=generator)
+    head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(VOCABULARY, HIDDEN, generator=generator))
+    return hidden, targets, head
+
+
+def plain(
+    hidden: torch.Tensor, targets: torch.Tensor, head: torch.nn.Linear, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = hidden.double() @ head.weight.double().T / temperature
+    distribution = logits.log_softmax(-1)
+    return distribution[torch.arange(len(targets)), targets], -(distribution.exp() * distribution).sum(-1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(0, 150),
+    chunk=st.integers(1, 200),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.9]),
+    entropy_gradient=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_values_and_gradients_are_those_of_the_formula(
+    count: int, chunk: int, temperature: float, entropy_gradient: bool, seed: int
+) -> None:
+    hidden, targets, head = setup(count, seed)
+    logprobs, entropy = token_logprobs(
+        hidden,
+        targets,
+        head,
+        lambda logits: logits,
+        temperature=temperature,
+        chunk_tokens=chunk,
+        entropy_gradient=entropy_gradient,
+    )
+    expected, expected_entropy = plain(hidden, targets, head, temperature)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=2e-5)
+
+    weights = torch.linspace(-1, 2, count)
+    loss, expected_loss = (weights * logprobs).sum(), (weights * expected).sum()
+    if entropy_gradient:
+        loss, expected_loss = loss + (weights * entropy).sum(), expected_loss + (weights * expected_entropy).sum()
+    wanted = torch.autograd.grad(expected_loss, [hidden, head.weight])
+    for gradient, right in zip(torch.autograd.grad(loss, [hidden, head.weight]), wanted, strict=True):
+        assert (gradient - right).norm() <= 1e-5 * right.norm()
+
+
+def test_chunked_equals_whole() -> None:
+    results = []
+    for chunk in (1000, 7):
+        hidden, targets, head = setup(40, seed=3)
+        logprobs, entropy = token_logprobs(
+            hidden, targets, head, lambda x: x, temperature=0.7, chunk_tokens=chunk, entropy_gradient=True
+        )
+        (logprobs.square() + entropy).sum().backward()
+        results.append((logprobs, entropy, hidden.grad, head.weight.grad))
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=2e-5)
+
+
+def test_entropy_is_only_watched_unless_its_gradient_is_asked_for() -> None:
+    hidden, targets, head = setup(5, seed=1)
+    _, entropy = token_logprobs(hidden, targets, head, lambda x: x, temperature=1.0, chunk_tokens=100)
+    assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_the_head_s_logits_are_left_as_they_are(entropy_gradient: bool) -> None:
+    """The logits belong to the model; a soft cap's backward pass, for one, reads them again."""
+    hidden, targets, head = setup(5, seed=1)
+    seen: list[torch.Tensor] = []
+
+    def watch(logits: torch.Tensor) -> torch.Tensor:
+        seen.extend((logits, logits.detach().clone()))
+        return logits
+
+    token_logprobs(hidden, targets, head, watch, temperature=0.5, chunk_tokens=100, entropy_gradient=entropy_gradient)
+    logits, before = seen
+    assert torch.equal(logits, before)
+
+
+def test_extreme_logits_stay_finite() -> None:
+    head = torch.nn.Linear(2, 3, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[1e4, 0.0], [0.0, 1e4], [0.0, 0.0]]))
+    hidden = torch.tensor([[1.0, 0.0], [1.0, 0.0]], requires_grad=True)
+    logprobs, entropy = token_logprobs(
+        hidden, torch.tensor([0, 1]), head, lambda x: x, temperature=1.0, chunk_tokens=9, entropy_gradient=True
+    )
+    assert logprobs.tolist() == [0.0, -1e4]
+    assert entropy.tolist() == [0.0, 0.0]
+    (logprobs + entropy).sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+
+
+def test_bfloat16_logits_are_normalised_in_float32() -> None:
+    hidden, targets, head = setup(70, seed=2)
+    low, low_head = hidden.detach().bfloat16().requires_grad_(), head.bfloat16()
+    logprobs, _ = token_logprobs(low, targets, low_head, lambda x: x, temperature=0.7, chunk_tokens=1000)
+    expected = (low_head(low).detach().double() / 0.7).log_softmax(-1)[torch.arange(70), targets]
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    logprobs.sum().backward()
+    exact = torch.autograd.grad(plain(hidden, targets, head.float(), 0.7)[0].sum(), [hidden])[0]
+    assert low.grad is not None
+    assert (low.grad - exact).norm() <= 0.02 * exact.norm()
+
+
+def test_what_models_do_to_their_logits_is_read_from_their_configuration() -> None:
+    logits = torch.tensor([-50.0, 0.5, 50.0])
+    assert logit_transform(SimpleNamespace())(logits) is logits
+    torch.testing.assert_close(logit_transform(SimpleNamespace(logit_scale=0.25))(logits), logits * 0.25)
+    torch.testing.assert_close(logit_transform(SimpleNamespace(logits_scaling=8.0))(logits), logits / 8)
+    capped = logit_transform(SimpleNamespace(final_logit_softcapping=30.0))(logits)
+    torch.testing.assert_close(capped, torch.tanh(logits / 30) * 30)
+
+
+def test_a_soft_cap_keeps_its_gradient() -> None:
+    hidden, targets, head = setup(20, seed=4)
+    transform = logit_transform(SimpleNamespace(final_logit_softcapping=5.0))
+    for chunk in (100, 3):
+        logprobs, _ = token_logprobs(hidden, targets, head, transform, temperature=0.7, chunk_tokens=chunk)
+        gradient = torch.autograd.grad(logprobs.sum(), [hidden])[0]
+        logits = torch.tanh(head(hidden).double() / 5) * 5 / 0.7
+        expected = logits.log_softmax(-1)[torch.arange(20), targets]
+        right = torch.autograd.grad(expected.sum(), [hidden])[0]
+        torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+        assert (gradient - right).norm() <= 1e-5 * right.norm()

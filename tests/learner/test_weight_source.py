@@ -1,0 +1,153 @@
+"""What leaves the learner is the Hugging Face checkpoint: its names, its values, adapters merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.objective import Objective
+from learner.policy import Policy, PolicySettings
+from learner.weight_source import PolicyWeightSource
+from learner.worker import LearnerRank, LearnerSettings
+
+HUGE = 2**40
+
+Tensors = dict[str, torch.Tensor]
+
+
+def checkpoint(path: str) -> Tensors:
+    """The tensors of a model folder as its file has them: a tied head is not among them."""
+    from safetensors.torch import load_file
+
+    tensors: Tensors = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def contents(source: PolicyWeightSource) -> Tensors:
+    return {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket}
+
+
+def moved(policy: Policy) -> Policy:
+    """The policy after what an optimizer might do to it."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.05)
+    return policy
+
+
+@pytest.fixture(params=["tied", "untied"])
+def path(request: pytest.FixtureRequest, tiny_path: str, untied_path: str) -> str:
+    return tiny_path if request.param == "tied" else untied_path
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_fresh_policy_is_its_checkpoint(path: str, lora_rank: int) -> None:
+    source = PolicyWeightSource(
+        Policy(PolicySettings(path, "float32", lora_rank=lora_rank)), zero_stage=0, bucket_bytes=HUGE
+    )
+    expected, found = checkpoint(path), contents(source)
+    assert found.keys() == expected.keys()
+    assert ("lm_head.weight" in found) == ("untied" in path)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_merged_adapters_are_base_plus_scaled_product(tiny_path: str) -> None:
+    policy = moved(Policy(PolicySettings(tiny_path, "float32", lora_rank=4, lora_alpha=12.0)))
+    found = contents(PolicyWeightSource(policy, zero_stage=0, bucket_bytes=HUGE))
+    base, adapters = checkpoint(tiny_path), dict(policy.causal_lm.named_parameters())
+    adapted = 0
+    for name, tensor in base.items():
+        module = name.removesuffix(".weight")
+        if f"{module}.lora_A.default.weight" in adapters:
+            a, b = adapters[f"{module}.lora_A.default.weight"], adapters[f"{module}.lora_B.default.weight"]
+            tensor = tensor.double() + 12.0 / 4 * (b.double() @ a.double())
+            adapted += 1
+        torch.testing.assert_close(found[name].double(), tensor.double(), rtol=1e-6, atol=1e-6)
+    assert adapted == 2 * 7  # every linear layer of both blocks, the head not
+    # The policy itself stays unmerged: it goes on learning.
+    torch.testing.assert_close(contents(PolicyWeightSource(policy, zero_stage=0, bucket_bytes=HUGE)), found)
+
+
+def test_merging_rounds_once(tiny_path: str) -> None:
+    """In bfloat16 the product is added in float32 and rounded with the sum."""
+    policy = moved(Policy(PolicySettings(tiny_path, "bfloat16", lora_rank=4)))
+    found = contents(PolicyWeightSource(policy, zero_stage=0, bucket_bytes=HUGE))
+    name = "model.layers.0.mlp.up_proj.weight"
+    parameters = dict(policy.causal_lm.named_parameters())
+    a, b, base = (
+        parameters[f"model.layers.0.mlp.up_proj.{part}.weight"].float()
+        for part in ("lora_A.default", "lora_B.default", "base_layer")
+    )
+    assert found[name].dtype == torch.bfloat16
+    assert torch.equal(found[name], (base + 32.0 / 4 * (b @ a)).bfloat16())
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_buckets_keep_their_size_and_metadata_their_order(tiny_path: str, lora_rank: int) -> None:
+    policy = Policy(PolicySettings(tiny_path, "float32", lora_rank=lora_rank))
+    limit = 150_000
+    source = PolicyWeightSource(policy, zero_stage=0, bucket_bytes=limit)
+    buckets = list(source.buckets())
+    assert len(buckets) > 3
+    for bucket in buckets:
+        assert bucket
+        assert sum(t.numel() * t.element_size() for _, t in bucket) <= limit or len(bucket) == 1
+    named = [(name, tensor.dtype, tuple(tensor.shape)) for bucket in buckets for name, tensor in bucket]
+    assert source.metadata() == named
+    whole = PolicyWeightSource(policy, zero_stage=0, bucket_bytes=HUGE)
+    assert len(list(whole.buckets())) == 1
+    assert whole.metadata() == named
+    assert [name for bucket in source.buckets() for name, _ in bucket] == [name for name, _, _ in named], "re-iterable"
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("bucket_bytes", [150_000, HUGE])
+def test_an_exported_model_is_an_ordinary_one(path: str, lora_rank: int, bucket_bytes: int, tmp_path: Path) -> None:
+    """Plain transformers loads the folder and computes the same logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    settings = PolicySettings(path, "float32", lora_rank=lora_rank)
+    policy = moved(Policy(settings))
+    folder = tmp_path / "model"
+    rank = LearnerRank(LearnerSettings(settings, Objective(lambda: None), "cpu", 1.0, 0, 1e-3, 10), 0, 1)
+    # What `start` would set, without a DeepSpeed process (test_learner_rank has one).
+    rank._policy = policy
+    rank._source = PolicyWeightSource(policy, zero_stage=0, bucket_bytes=bucket_bytes)
+    rank.export_model(str(folder))
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.dtype == torch.float32
+    ids = torch.tensor([[1, 5, 9, 200, 31]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, policy.model(ids).logits, rtol=0, atol=1e-5)
+    written, original = (json.loads((Path(p) / "config.json").read_text()) for p in (folder, path))
+    assert written == original
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == AutoConfig.from_pretrained(path).eos_token_id
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(path).chat_template
+    index = folder / "model.safetensors.index.json"
+    if bucket_bytes == HUGE:
+        assert [file.name for file in folder.glob("*.safetensors")] == ["model.safetensors"]
+        assert not index.exists()
+    else:
+        content = json.loads(index.read_text())
+        assert content["weight_map"].keys() == checkpoint(str(folder)).keys()
+        assert content["metadata"]["total_size"] == sum(
+            t.numel() * t.element_size() for t in checkpoint(str(folder)).values()
+        )
+
+
+def test_tied_heads_stay_tied(tiny_path: str, tmp_path: Path) -> None:
+    """The head is the embedding: it moves with it, and a second tensor of it is never written."""
+    policy = moved(Policy(PolicySettings(tiny_path, "float32")))
+    found = contents(PolicyWeightSource(policy, zero_stage=0, bucket_bytes=HUGE))
+    assert "lm_head.weight" not in found
+    assert torch.equal(found["model.embed_tokens.weight"], policy.model.get_output_embeddings().weight)

@@ -1,0 +1,317 @@
+"""The rollout actor with a scripted engine: budgets, seeds, failures that stay failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rollout_workers.worker
+from rollout_workers.chat import ChatTemplate
+from rollout_workers.engine import Answer, EngineDied, EngineSettings, UpdateReport
+from rollout_workers.trajectory import VersionSpan
+from rollout_workers.weights.bucket import Bucket, pack
+from rollout_workers.worker import RolloutRequest, RolloutWorker, SamplingSettings, member_seed
+
+DATA = Path(__file__).parent.parent / "data" / "reported_bugs.jsonl"
+CASES: dict[str, dict[str, Any]] = {case["id"]: case for case in map(json.loads, DATA.read_text().splitlines())}
+
+EOS = 2
+REQUEST = RolloutRequest(
+    group_id="g",
+    prompt_id="p",
+    epoch=0,
+    messages=({"role": "user", "content": "2 + 2?"},),
+    indexes=(0, 1, 2),
+    sampling=SamplingSettings(temperature=0.7, max_response_tokens=50, seed_base=11),
+    timeout_s=5.0,
+)
+
+
+def answer(ids: Sequence[int] = (5, 6, EOS), *, version: int = 0, finish_reason: str = "stop") -> Answer:
+    logprobs = np.linspace(-1.0, -0.1, len(ids)).astype(np.float32)
+    return Answer(np.array(ids, dtype=np.int32), logprobs, (VersionSpan(0, len(ids), version),), finish_reason)
+
+
+class ScriptedEngine:
+    """In the engine's place: `script` makes the answer of a call, or raises; `calls` are what was asked."""
+
+    script: Callable[[int], Answer] = staticmethod(lambda call: answer())
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.version = 0
+        self.update_error: Exception | None = None
+        self.loaded: list[bytes] = []
+
+    async def start(self, version: int) -> None:
+        self.version = version
+
+    async def generate(self, prompt_ids: Sequence[int], **options: Any) -> Answer:
+        self.calls.append({"prompt_ids": list(prompt_ids), **options})
+        result = self.script(len(self.calls) - 1)
+        if result.finish_reason == "never":
+            await asyncio.sleep(60)
+        return result
+
+    async def update(self, version: int, update_infos: Sequence[dict[str, Any]]) -> UpdateReport:
+        self.loaded = [contents(info["path"]) for info in update_infos]
+        if self.update_error is not None:
+            raise self.update_error
+        self.version = version
+        return UpdateReport(version, {}, 0.0)
+
+
+def contents(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+class Words:
+    """A tokenizer whose text does not lead back to its ids, as real ones' may not."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return " ".join("word" for token in ids if token != EOS)
+
+
+class Template:
+    """A chat template whose prompts have `length` tokens."""
+
+    tokenizer, eos_ids = Words(), (EOS,)
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def prompt_ids(self, messages: Sequence[Any]) -> list[int]:
+        return [9] * self.length
+
+
+@pytest.fixture
+def worker_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RolloutWorker, ScriptedEngine]]:
+    def make(
+        script: Callable[[int], Answer] | None = None, *, prompt_length: int = 4, context: int = 100, version: int = 0
+    ) -> tuple[RolloutWorker, ScriptedEngine]:
+        engines: list[ScriptedEngine] = []
+
+        class Engine(ScriptedEngine):
+            def __init__(self, settings: EngineSettings) -> None:
+                super().__init__(settings)
+                engines.append(self)
+                if script is not None:
+                    self.script = script
+
+        monkeypatch.setattr(rollout_workers.worker, "Engine", Engine)
+        monkeypatch.setattr(ChatTemplate, "from_pretrained", lambda path, kwargs: Template(prompt_length))
+        worker = RolloutWorker(EngineSettings("unused", "float32", "cpu", context, 8, seed=0), {})
+        asyncio.run(worker.start(version))
+        return worker, engines[0]
+
+    return make
+
+
+Worker = Callable[..., tuple[RolloutWorker, ScriptedEngine]]
+
+
+def test_tokens_of_an_answer_are_those_that_were_sampled(worker_of: Worker) -> None:
+    spans = (VersionSpan(0, 2, 3), VersionSpan(2, 3, 4))
+    worker, _ = worker_of(lambda call: replace(answer(), version_spans=spans))
+    report, trajectories = asyncio.run(worker.generate(replace(REQUEST, indexes=(6,))))
+    (trajectory,) = trajectories
+    assert trajectory.token_ids.tolist() == [9, 9, 9, 9, 5, 6, EOS]
+    assert trajectory.token_ids.dtype == np.int32
+    assert trajectory.response_mask.tolist() == [False] * 4 + [True] * 3
+    np.testing.assert_allclose(trajectory.behaviour_logprobs, [0, 0, 0, 0, -1.0, -0.55, -0.1], rtol=1e-6)
+    assert trajectory.behaviour_logprobs.dtype == np.float32
+    assert trajectory.token_versions.tolist() == [-1] * 4 + [3, 3, 4]
+    assert (trajectory.group_id, trajectory.index, trajectory.prompt_id) == ("g", 6, "p")
+    assert trajectory.completion == "word word"
+    assert trajectory.prompt_messages == REQUEST.messages
+    (member,) = report.members
+    assert (member.index, member.position, member.error) == (6, 0, None)
+    assert member.token_versions == ((3, 2), (4, 1))
+    assert (member.prompt_length, member.response_length, member.truncated) == (4, 3, False)
+    assert report.started_at <= report.finished_at
+
+
+def test_the_engine_is_asked_for_exactly_the_sampling_that_was_configured(worker_of: Worker) -> None:
+    worker, engine = worker_of()
+    asyncio.run(worker.generate(REQUEST))
+    assert len(engine.calls) == 3
+    for index, call in enumerate(engine.calls):
+        assert call == {
+            "prompt_ids": [9] * 4,
+            "temperature": 0.7,
+            "max_tokens": 50,
+            "eos_ids": (EOS,),
+            "seed": member_seed(11, "p", 0, index, 0),
+        }
+
+
+def test_without_a_seed_base_the_engine_draws_its_own_seeds(worker_of: Worker) -> None:
+    worker, engine = worker_of()
+    asyncio.run(worker.generate(replace(REQUEST, sampling=replace(REQUEST.sampling, seed_base=None))))
+    assert [call["seed"] for call in engine.calls] == [None] * 3
+
+
+def test_a_member_that_fails_is_a_report_and_the_others_are_answers(worker_of: Worker) -> None:
+    def script(call: int) -> Answer:
+        if call == 1:
+            raise RuntimeError("the engine ended a request without any output")
+        return answer((5 + call, EOS))
+
+    worker, _ = worker_of(script)
+    report, trajectories = asyncio.run(worker.generate(REQUEST))
+    assert [m.index for m in report.members] == [0, 1, 2]
+    assert [m.position for m in report.members] == [0, None, 1]
+    assert report.members[1].error == "RuntimeError: the engine ended a request without any output"
+    assert report.members[1].token_versions == ()
+    assert report.members[1].response_length == 0
+    assert [t.index for t in trajectories] == [0, 2]
+    assert [int(t.token_ids[4]) for t in trajectories] == [5, 7]
+
+
+def test_a_dead_engine_fails_the_whole_request(worker_of: Worker) -> None:
+    def script(call: int) -> Answer:
+        if call == 2:
+            raise EngineDied("the vLLM engine process died")
+        return answer()
+
+    worker, _ = worker_of(script)
+    with pytest.raises(EngineDied):
+        asyncio.run(worker.generate(REQUEST))
+
+
+def test_an_answer_that_takes_too_long_is_a_report_that_says_so(worker_of: Worker) -> None:
+    worker, _ = worker_of(lambda call: answer(finish_reason="never" if call == 0 else "stop"))
+    report, trajectories = asyncio.run(worker.generate(replace(REQUEST, indexes=(0, 1), timeout_s=0.05)))
+    assert [m.error for m in report.members] == ["TimeoutError: no answer within 0.05 s", None]
+    assert len(trajectories) == 1
+
+
+def test_an_answer_that_ran_out_of_room_is_truncated(worker_of: Worker) -> None:
+    worker, _ = worker_of(lambda call: answer((5, 6), finish_reason="length"))
+    report, trajectories = asyncio.run(worker.generate(REQUEST))
+    assert [m.truncated for m in report.members] == [True] * 3
+    assert all(t.truncated for t in trajectories)
+
+
+def test_e09_a_logprob_too_many_fails_that_member_by_name(worker_of: Worker) -> None:
+    case = CASES["e09"]["input"]
+
+    def script(call: int) -> Answer:
+        good = answer(range(10, 10 + case["token_ids_len"]))
+        return replace(good, logprobs=np.zeros(case["logprobs_len"], dtype=np.float32)) if call == 1 else good
+
+    worker, _ = worker_of(script)
+    report, trajectories = asyncio.run(worker.generate(REQUEST))
+    assert [m.error is None for m in report.members] == [True, False, True]
+    assert report.members[1].error == (
+        "ValueError: trajectory g/1 (prompt p): 14 token ids, 14 mask entries and 15 logprobs must be equally many"
+    )
+    assert len(trajectories) == 2
+
+
+def test_e12_a_second_attempt_keeps_nothing_of_the_first(worker_of: Worker) -> None:
+    case = CASES["e12"]["input"]
+    lengths = [case["attempt1"]["ids"], case["attempt2"]["ids"]]
+    worker, engine = worker_of(lambda call: answer(range(lengths[call])))
+    asyncio.run(worker.generate(replace(REQUEST, indexes=(0,))))
+    _, (second,) = asyncio.run(worker.generate(replace(REQUEST, indexes=(0,), attempt=1)))
+    expected = CASES["e12"]["expected"]
+    assert second.response_length == expected["mask"]
+    assert len(second.token_ids) - 4 == expected["ids"]
+    assert len(second.behaviour_logprobs) - 4 == expected["logprobs"]
+    assert engine.calls[0]["seed"] != engine.calls[1]["seed"]
+
+
+def test_e13_an_answer_gets_what_the_context_leaves(worker_of: Worker) -> None:
+    case = CASES["e13"]["input"]
+    worker, engine = worker_of(prompt_length=case["input_tokens"], context=case["context"])
+    sampling = replace(REQUEST.sampling, max_response_tokens=case["max_response"])
+    asyncio.run(worker.generate(replace(REQUEST, indexes=(0,), sampling=sampling)))
+    (call,) = engine.calls
+    assert call["max_tokens"] == min(case["max_response"], case["context"] - case["input_tokens"]) == 21758
+
+
+def test_e16_a_reply_ended_by_a_stop_string_is_not_truncated(worker_of: Worker) -> None:
+    case = CASES["e16"]
+    worker, _ = worker_of(lambda call: answer((5, 6, 7), finish_reason=case["input"]["finish_reason"]))
+    report, trajectories = asyncio.run(worker.generate(REQUEST))
+    assert {m.truncated for m in report.members} == {case["expected"]["truncated"]}
+    assert all(t.response_length == 3 for t in trajectories)
+
+
+def test_e17_a_prompt_longer_than_the_context_never_reaches_the_engine(worker_of: Worker) -> None:
+    case = CASES["e17"]["input"]
+    worker, engine = worker_of(prompt_length=case["prompt_len"], context=case["max_model_len"])
+    report, trajectories = asyncio.run(worker.generate(REQUEST))
+    assert engine.calls == []
+    assert trajectories == ()
+    assert {m.error for m in report.members} == {"ValueError: the prompt's 3353 tokens leave no room to answer in 2560"}
+
+
+def test_a_prompt_that_fills_the_context_but_for_one_token_gets_one(worker_of: Worker) -> None:
+    worker, engine = worker_of(lambda call: answer((5,), finish_reason="length"), prompt_length=99, context=100)
+    report, _ = asyncio.run(worker.generate(REQUEST))
+    assert [call["max_tokens"] for call in engine.calls] == [1] * 3
+    assert all(m.error is None for m in report.members)
+
+
+# Seeds
+
+Names = st.tuples(
+    st.integers(0, 2**32), st.text(max_size=8), st.integers(0, 50), st.integers(0, 500), st.integers(0, 9)
+)
+
+
+@given(Names, Names)
+def test_two_answers_of_a_run_never_share_a_seed(one: Any, other: Any) -> None:
+    assert 0 <= member_seed(*one) < 2**63
+    assert (member_seed(*one) == member_seed(*other)) == (one == other)
+
+
+def test_seeds_are_the_same_in_every_process() -> None:
+    assert member_seed(0, "arithmetic/3", 1, 2, 0) == 2624903873690779035
+
+
+# Weights
+
+
+def bucket_of(*values: float) -> Bucket:
+    import torch
+
+    return pack([("w", torch.tensor(values))])
+
+
+def test_an_update_loads_what_was_spooled_and_empties_the_spool(worker_of: Worker) -> None:
+    worker, engine = worker_of(version=4)
+    assert asyncio.run(worker.version()) == 4
+    first, second = bucket_of(1.0, 2.0), bucket_of(3.0)
+    asyncio.run(worker.add_bucket(first))
+    asyncio.run(worker.add_bucket(second))
+    report = asyncio.run(worker.update(5))
+    assert report.version == 5
+    assert engine.loaded == [first.data.tobytes(), second.data.tobytes()]
+    assert asyncio.run(worker.version()) == 5
+    asyncio.run(worker.update(6))
+    assert engine.loaded == []
+
+
+def test_a_failed_update_empties_the_spool_as_well(worker_of: Worker) -> None:
+    worker, engine = worker_of()
+    engine.update_error = RuntimeError("no")
+    asyncio.run(worker.add_bucket(bucket_of(1.0)))
+    with pytest.raises(RuntimeError, match="no"):
+        asyncio.run(worker.update(1))
+    assert asyncio.run(worker.version()) == 0
+    engine.update_error = None
+    asyncio.run(worker.update(1))
+    assert engine.loaded == []
