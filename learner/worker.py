@@ -338,7 +338,8 @@ class LearnerRank:
         if self._settings.zero_stage == 3:
             import deepspeed
 
-            with deepspeed.zero.GatheredParameters([p for p in self._policy.parameters() if p.ds_persist]):
+            persistent = [p for p in self._policy.parameters() if getattr(p, "ds_persist", False)]
+            with deepspeed.zero.GatheredParameters(persistent):
                 pass
 
     def _local_values(self) -> list[torch.Tensor]:
@@ -346,15 +347,24 @@ class LearnerRank:
         return [getattr(p, "ds_tensor", p.data) for p in self._policy.parameters() if p.requires_grad]
 
     def save(self, folder: str) -> list[str]:
-        """Write weights, optimizer, step and RNG under `folder`; all ranks call it. The names this rank wrote."""
+        """Write weights, optimizer, step and RNG under `folder`; all ranks call it. The names this rank wrote.
+
+        Raises OSError when the disk does not take them.
+        """
         import torch
 
-        self._engine.save_checkpoint(
-            folder,
-            tag="learner",
-            client_state={"optimizer_step": self._optimizer_step, "torch_rng": torch.get_rng_state()},
-            exclude_frozen_parameters=self._policy.is_lora,
-        )
+        try:
+            self._engine.save_checkpoint(
+                folder,
+                tag="learner",
+                client_state={"optimizer_step": self._optimizer_step, "torch_rng": torch.get_rng_state()},
+                exclude_frozen_parameters=self._policy.is_lora,
+            )
+        except RuntimeError as error:
+            if "inline_container" not in str(error):
+                raise
+            # torch's file writer does not say what the system said; it is a full disk as a rule.
+            raise OSError(f"learner rank {self._rank} could not write all of its file: {error}") from error
         written = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*.pt")]
         mine = f"pp_rank_{self._rank}_"
         return [name for name in written if mine in name or (self._rank == 0 and "pp_rank" not in name)]

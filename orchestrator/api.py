@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import json
 import logging
 import re
@@ -143,7 +144,7 @@ async def _train(config: Config, reward: UserReward | None) -> RunResult:
     checkpoint = store.latest() if config.checkpoint.resume != "never" else None
     if config.checkpoint.resume == "must" and checkpoint is None:
         raise ConfigError(f"checkpoint.resume=must: there is no whole checkpoint in {folder / 'checkpoints'}")
-    with _log_file(folder / "logs" / "driver.log", config.logging.level):
+    with _owned(folder), _log_file(folder / "logs" / "driver.log", config.logging.level):
         return await _train_in(folder, prepared, store, checkpoint)
 
 
@@ -235,6 +236,18 @@ def _run_folder(config: Config, *, exists_ok: bool = False) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Two processes must not write one run. The lock goes with the process, however that ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"run.name={folder.name}: another process is working on {folder}") from error
+        yield
+
+
 def _wandb_id(folder: Path) -> str:
     """The run's id at W&B: made once, the same after every resume."""
     file = folder / "wandb_id.json"
@@ -270,4 +283,4 @@ def _log_file(file: Path, level: str) -> Iterator[None]:
 def traceback_file(error: BaseException) -> Path | None:
     """The log file that holds an error's traceback, None if it was raised before there was one."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
-    return Path(notes[0].removeprefix(_NOTE)) if notes else None
+    return Path(notes[-1].removeprefix(_NOTE)) if notes else None

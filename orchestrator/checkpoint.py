@@ -210,8 +210,9 @@ class CheckpointStore:
         except OSError as error:
             space = self._space(version)
             self.abandon(version)
+            reason = getattr(error, "cause", None) or error  # an actor's error has its whole traceback in its text
             raise CheckpointError(
-                f"the checkpoint of version {version} could not be written to {self._root}: {error}; "
+                f"the checkpoint of version {version} could not be written to {self._root}: {reason}; "
                 f"{space}; older checkpoints there are untouched"
             ) from error
         except BaseException as error:

@@ -1,7 +1,8 @@
 """`headway`: the command line. What goes wrong is one clear message on stderr.
 
 Exit codes: 0 done; 1 the run failed, its traceback is in the log file that the message names; 2 the configuration or
-the data can't be used, and nothing was started; 130 interrupted. A traceback on the terminal is a bug of Headway's.
+the data can't be used; 130 interrupted. An error before there is a log file that is none of these keeps its traceback:
+it comes from the user's own code, or is a bug.
 """
 
 from __future__ import annotations

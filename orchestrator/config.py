@@ -415,6 +415,8 @@ def validate(config: Config) -> None:
     _check_sampling(config)
     _check_algorithm(config)
     _check_names(config)
+    if config.checkpoint.resume != "never" and config.run.name is None:
+        raise ConfigError(f"checkpoint.resume={config.checkpoint.resume} needs run.name: the name of the run to continue")
     if config.placement.mode == "shared" and config.placement.device == "gpu" and config.staleness.max > 0:
         raise ConfigError(
             f"placement.mode=shared on GPUs lets engine and learner take turns, so nothing can be generated ahead: "

@@ -139,4 +139,5 @@ class Probe:
         of_learner, of_engines = await asyncio.gather(self._learner.logprobs(texts), self._engines.logprobs(texts))
         learner = np.concatenate(of_learner)
         gaps = [np.abs(np.concatenate(v) - learner - self._difference).mean() for v in of_engines.values()]
-        return ProbeReport(float(max(gaps)), float(np.abs(learner - self._learner_base).mean()))
+        # None: every engine was lost just now, and is probed once it is back.
+        return ProbeReport(float(max(gaps, default=0.0)), float(np.abs(learner - self._learner_base).mean()))

@@ -18,13 +18,16 @@ from rollout_workers.trajectory import RewardResult
 
 
 class BatchReport:
-    """Collects from one publish to the next; `values` gives the metrics and starts anew."""
+    """Collects from one publish to the next; `values` gives the metrics and starts anew.
 
-    def __init__(self, filter_on: str) -> None:
+    `before` are the queue's counts at the start: a resumed run's go on from those of its checkpoint.
+    """
+
+    def __init__(self, filter_on: str, before: Counts) -> None:
         self._filter_on = filter_on
         self._scored = Population()
         self._consumed = Population()
-        self._before: Counts | None = None
+        self._before = before
         self._reset()
 
     def _reset(self) -> None:
@@ -116,7 +119,7 @@ class BatchReport:
         before = self._before
         self._before = counts
         values: dict[str, float] = {
-            f"group/{name}": getattr(counts, name) - (getattr(before, name) if before else 0)
+            f"group/{name}": getattr(counts, name) - getattr(before, name)
             for name in ("dispatched", "trained", "filtered", "failed", "stale")
         }
         values |= {"group/scored": t.judged, "group/all_right": t.all_right, "group/all_wrong": t.all_wrong}

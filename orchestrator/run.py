@@ -118,7 +118,7 @@ class Run:
         self.share_prefixes = shares_prefixes(prepared)
         self.takes_turns = cluster.placement.takes_turns
         self.filter_on = prepared.filter_on
-        self.report = BatchReport(prepared.filter_on)
+        self.report = BatchReport(prepared.filter_on, self.queue.counts)
         self.flights: dict[str, Flight] = {}
         self.outcomes: list[Outcome] = []
         self.changed = changed  # something happened that the loop may be waiting for
@@ -450,6 +450,8 @@ class Run:
         """`model/`: whole, or not there."""
         target, part = self.folder / "model", self.folder / "model.part"
         self._show("model")
+        if part.exists():  # of a process that was killed
+            shutil.rmtree(part)
         await self.learner.export_model(part)
         if target.exists():
             shutil.rmtree(target)

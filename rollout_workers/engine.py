@@ -148,9 +148,9 @@ class Engine:
             [entry[int(token)].logprob for token, entry in zip(ids, output.logprobs, strict=True)],
             dtype=np.float32,
         )
-        if output.weight_versions is None:
+        if not output.weight_versions and len(ids):
             raise ValueError("the engine reported no weight versions for an answer")
-        spans = tuple(VersionSpan(s.start, s.end, int(s.version)) for s in output.weight_versions if s.end > s.start)
+        spans = tuple(VersionSpan(s.start, s.end, int(s.version)) for s in output.weight_versions or () if s.end > s.start)
         return Answer(ids, logprobs, spans, output.finish_reason or "unknown")
 
     async def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:

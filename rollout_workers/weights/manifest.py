@@ -79,7 +79,7 @@ def checksum(tensor: torch.Tensor) -> int:
         raw = torch.nn.functional.pad(raw, (0, 1))
     words = raw.view(torch.int16)
     full = words.numel() // _COLUMNS * _COLUMNS
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    total = torch.full((), raw.numel(), dtype=torch.int64, device=words.device)  # zeros of another size differ
     for part in (words[:full].view(-1, _COLUMNS), words[full:].view(1, -1)):
         if part.numel():
             rows, columns = part.shape

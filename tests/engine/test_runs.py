@@ -78,10 +78,12 @@ def test_two_engines_and_two_zero3_ranks_learn_off_policy(launch: Callable) -> N
     for record in records:
         assert record["weights/probe_gap"] < 1e-3  # the largest of both engines
         assert record["staleness/max"] <= 2
-        assert set(PINNED) <= record.keys(), set(PINNED) - record.keys()
+    # Figures of scored groups are absent where none was scored since the record before.
+    assert set(PINNED) <= set().union(*records)
     assert any(record["staleness/stale_ratio"] > 0 for record in records)
     assert all(sum(r[f"rollout/rollout-{i}/answers"] for r in records) > 0 for i in range(2))
-    rewards = [r["reward/mean"] for r in records]
+    rewards = [r["reward/mean"] for r in records if "reward/mean" in r]
+    assert len(rewards) >= 8
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
     assert_generates_in_transformers(run.folder / "model")
     assert_generates_in_vllm(run.folder / "model")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +20,25 @@ def tiny_path() -> str:
 @pytest.fixture(scope="session")
 def untied_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model whose output head is a tensor of its own."""
+    return random_model(tmp_path_factory.mktemp("untied"), tiny_path, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def wide_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose matrices have more than 10^5 elements: smaller ones ZeRO-3 never lets go of."""
+    changes = {"hidden_size": 352, "num_attention_heads": 11, "num_key_value_heads": 11, "intermediate_size": 480}
+    return random_model(tmp_path_factory.mktemp("wide"), tiny_path, **changes)
+
+
+def random_model(folder: Path, base: str, **changes: Any) -> str:
+    """A random model of the base's kind, with its tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    folder = tmp_path_factory.mktemp("untied")
-    config = AutoConfig.from_pretrained(tiny_path)
-    config.tie_word_embeddings = False
+    config = AutoConfig.from_pretrained(base, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_path).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
     return str(folder)
 
 

@@ -173,9 +173,9 @@ class Ran:
 
 
 @pytest.fixture(scope="module", params=JOBS)
-def ran(request: pytest.FixtureRequest, tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def ran(request: pytest.FixtureRequest, wide_path: str, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp(request.param)
-    job = DEFAULTS | JOBS[request.param] | {"model": tiny_path, "folder": str(folder)}
+    job = DEFAULTS | JOBS[request.param] | {"model": wide_path, "folder": str(folder)}
     norms, policy = expected_steps(job)
     _, updates, payloads = rank_process.plans(job["ranks"])
     initial = Policy(rank_process.settings(job).policy)

@@ -149,7 +149,8 @@ class FakeEngine:
         self.log.append(("generate", self.version))
         began, first = time.time(), self.version
         await asyncio.sleep(self.delay_s(request))
-        members, answers = [], []
+        members: list[MemberReport] = []
+        answers: list[Trajectory] = []
         for index in request.indexes:
             if self.fails(request, index):
                 members.append(MemberReport(index, None, error="TimeoutError: too slow"))
@@ -205,7 +206,7 @@ def answer_of(request: RolloutRequest, index: int, counts: dict[int, int]) -> Tr
     )
 
 
-RewardRule = Callable[[Trajectory], float | None | RewardResult]
+RewardRule = Callable[[Trajectory], float | RewardResult | None]
 
 
 def hash_reward(trajectory: Trajectory) -> float:
@@ -291,7 +292,7 @@ class FakeLearner:
         self.weights, self.optimizer_step = json.loads((folder / "learner.json").read_text())
 
     async def export_model(self, folder: Path) -> None:
-        folder.mkdir()
+        await asyncio.to_thread(folder.mkdir)
         (folder / "weights").write_text(str(self.weights))
 
 
@@ -447,9 +448,11 @@ class FakeRun:
         return self.actors[-1]
 
     def _prepared(self) -> Prepared:
-        rows = {"generator": "orchestrator.tasks.synthetic"}
-        train = {"main": SourceConfig(**rows, options={"size": self.prompts})}
-        held_out = {"held_out": SourceConfig(**rows, options={"size": self.held_out, "split": "eval"})}
+        def rows(**options: Any) -> SourceConfig:
+            return SourceConfig(generator="orchestrator.tasks.synthetic", options=options)
+
+        train = {"main": rows(size=self.prompts)}
+        held_out = {"held_out": rows(size=self.held_out, split="eval")}
 
         def reward(completion: str) -> float:
             raise AssertionError("the fake judges decide")

@@ -91,7 +91,12 @@ class TestKeys:
         assert load(["eval.checker=null"]).eval.checker is None
 
     def test_wrong_types_name_the_key(self) -> None:
-        for override in ("learner.ranks=two", "learner.ranks=1.5", "learner.learning_rate=[1,2]", "data.train.a.limit=x"):
+        for override in (
+            "learner.ranks=two",
+            "learner.ranks=1.5",
+            "learner.learning_rate=[1,2]",
+            "data.train.a.limit=x",
+        ):
             assert override.partition("=")[0] in refused(override)
         assert "reward.functions.mine.path" in refused("reward.functions.mine.weight=2")
 

@@ -7,18 +7,18 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
-
 from fakes import (
     FakeEngine,
     FakeJudge,
     FakeLearner,
     LocalActor,
     checksum,
-    index_reward,
     patch_ray,
     reward_fleet,
     rollout_fleet,
 )
+from ray.exceptions import RayActorError
+
 from orchestrator.fleet import ClerkFleet, FleetError, Generated, RewardFleet, RewardsLost, RolloutFleet, lost_rewards
 from orchestrator.payloads import Clerk
 from reward_workers.alarm import ErrorAlarm
@@ -48,12 +48,15 @@ def handles(fleet: RolloutFleet) -> list[LocalActor]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
+    for _ in range(1000):
+        if condition():
+            return
         await asyncio.sleep(0.001)
+    raise AssertionError("it did not come to that")
 
 
 async def members_of(generated: Generated) -> dict[int, Trajectory]:
-    found = {}
+    found: dict[int, Trajectory] = {}
     for payload in generated.payloads:
         answers = await payload.reference
         found |= {index: answers[position] for index, position in payload.positions.items()}
@@ -66,7 +69,9 @@ class TestGenerate:
             fleet = rollout_fleet(lambda index: FakeEngine(lambda request: 0.01), count=3)
             await fleet.start(0)
             sizes = [6, 2, 1, 1, 1]
-            done = await asyncio.gather(*(fleet.generate(request(f"g{i}", tuple(range(n)))) for i, n in enumerate(sizes)))
+            done = await asyncio.gather(
+                *(fleet.generate(request(f"g{i}", tuple(range(n)))) for i, n in enumerate(sizes))
+            )
             # 6 | 2 | 1, then the third has least (2), then the second and the third are level.
             assert [g.replica for g in done] == ["rollout-0", "rollout-1", "rollout-2", "rollout-2", "rollout-1"]
             assert (await fleet.generate(request())).replica == "rollout-0"  # nothing is outstanding any more
@@ -349,14 +354,19 @@ class TestRewards:
         run(scenario())
 
     def test_a_lost_actor_is_asked_again(self) -> None:
-        async def scenario() -> None:
-            actors = [LocalActor(FakeJudge(index_reward))]
-            fleet = RewardFleet(actors, deadline_s=1.0, tries=2, alarm=ErrorAlarm(1.0))
-            actors[0].dead = True
-            asyncio.get_running_loop().call_soon(setattr, actors[0], "dead", False)  # as Ray restarts it
-            task = asyncio.create_task(self.score(fleet))
-            assert [result.value for result in await task] == [0.0, 1.0]
+        class Restarted(FakeJudge):
+            async def score_group(self, *arguments: Any) -> list[RewardResult]:
+                calls.append(1)
+                if len(calls) == 1:
+                    raise RayActorError
+                return await super().score_group(*arguments)
 
+        async def scenario() -> None:
+            fleet = RewardFleet([LocalActor(Restarted())], deadline_s=1.0, tries=2, alarm=ErrorAlarm(1.0))
+            assert [result.value for result in await self.score(fleet)] == [0.0, 1.0]
+            assert len(calls) == 2
+
+        calls: list[int] = []
         run(scenario())
 
     @pytest.mark.parametrize("fault", ["dead", "slow"])

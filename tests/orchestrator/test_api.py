@@ -1,0 +1,87 @@
+"""The Python entry: arguments become the same configuration that a command line would give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.api import _literal, configured, evaluate, train
+from orchestrator.config import ConfigError
+from orchestrator.sources import DataError
+
+
+class TestConfigured:
+    def test_a_mapping_is_the_same_as_texts(self) -> None:
+        overrides = {
+            "experiment": "tiny",
+            "run.name": "123",
+            "run.dir": Path("out=1/runs"),
+            "learner.learning_rate": 1e-6,
+            "sampling.filter": False,
+            "sampling.filter_on": None,
+            "algorithm.loss_options": {"clip_low": 0.1, "clip_high": 0.3},
+            "data.train.mine": {"path": "a b.jsonl", "reward": ["letters"], "options": {"sizes": [1, 2]}},
+        }
+        config = configured(None, None, overrides)
+        assert config.model.path == "builtin:tiny"
+        assert config.run.name == "123"
+        assert config.run.dir == "out=1/runs"
+        assert config.learner.learning_rate == 1e-6
+        assert config.sampling.filter is False
+        assert config.sampling.filter_on is None
+        assert config.algorithm.loss_options == {"clip_low": 0.1, "clip_high": 0.3}
+        mine = config.data.train["mine"]
+        assert (mine.path, mine.reward, mine.options) == ("a b.jsonl", ["letters"], {"sizes": [1, 2]})
+
+    def test_own_data_replaces_the_default_task_and_its_held_out_set(self) -> None:
+        config = configured("some/model", "rows.jsonl", ())
+        assert config.model.path == "some/model"
+        assert {name: source.path for name, source in config.data.train.items()} == {"main": "rows.jsonl"}
+        assert config.data.eval == {}
+        config = configured(None, {"a": Path("a.jsonl"), "b": "b.jsonl"}, ["data.eval.held_out.path=held_out.jsonl"])
+        assert [source.path for source in config.data.train.values()] == ["a.jsonl", "b.jsonl"]
+        assert "held_out" in config.data.eval
+
+    @given(
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats(allow_nan=False)
+            | st.text(max_size=12).filter(lambda text: "$" not in text),  # $ begins an interpolation
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(st.from_regex(r"[a-z_]{1,6}", fullmatch=True), inner, max_size=3)
+            ),
+            max_leaves=5,
+        )
+    )
+    @settings(max_examples=150, deadline=None)
+    def test_any_value_survives_hydras_grammar(self, value: Any) -> None:
+        parsed = OverridesParser.create().parse_override(f"a.b={_literal(value)}").value()
+        assert parsed == value
+        assert type(parsed) is type(value)
+
+
+class TestEarlyErrors:
+    def test_what_can_be_known_before_anything_starts(self, tmp_path: Path) -> None:
+        def reward(completion: str, answer: str) -> float:
+            return 0.0
+
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text('{"prompt": "a"}\n' * 8)
+        runs = {"run.dir": tmp_path / "runs", "experiment": "tiny"}
+        with pytest.raises(ConfigError, match=r"(?s)data\.train\.main.*reward.*answer"):
+            train("builtin:tiny", rows, reward, runs)
+        with pytest.raises(DataError, match=r"missing\.jsonl"):
+            train("builtin:tiny", tmp_path / "missing.jsonl", reward, runs)
+        with pytest.raises(ConfigError, match="there is no such key"):
+            train(overrides={"learner.rank": 2})
+        with pytest.raises(ConfigError, match=r"data\.eval: no set"):
+            evaluate(overrides=["data.eval={}"])
+        assert not (tmp_path / "runs").exists()

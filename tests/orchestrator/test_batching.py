@@ -1,0 +1,174 @@
+"""From a batch to the learner's plan: advantages over all scored members, weights global to an update, fair cuts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.batch import RankPlan, Row
+from orchestrator.batching import LearningPlan, plan_learning
+from orchestrator.config import Config
+from orchestrator.flight import Flight
+from orchestrator.prompts import Prompt
+from orchestrator.sampling_types import Batch, BatchGroup, Member, Tally
+from rollout_workers.trajectory import Status
+from rollout_workers.worker import MemberReport
+
+PROMPT_TOKENS = 5
+Answers = Sequence[tuple[float | None, int]]  # (reward, or None if it failed; tokens) of each member
+
+
+def make_config(**algorithm: object) -> Config:
+    config = Config()
+    config.algorithm.advantage = "dr_grpo"  # reward minus the mean of the group
+    for name, value in algorithm.items():
+        setattr(config.algorithm, name, value)
+    return config
+
+
+def make_batch(
+    groups: Sequence[Answers], stale: Sequence[tuple[int, int]] = (), truncated: Sequence[tuple[int, int]] = ()
+) -> tuple[Batch, dict[str, Flight]]:
+    """Members that failed, or that `stale` lists as (group, index), are not trainable."""
+    batch_groups, flights = [], {}
+    for number, answers in enumerate(groups):
+        group_id = f"g{number}"
+        flight = Flight(group_id, Prompt(f"p{number}", "main", (), {}, None, 0, "?"), len(answers), 0)
+        members = []
+        for index, (reward, length) in enumerate(answers):
+            cut = (number, index) in truncated
+            if reward is None:
+                flight.reports[index] = MemberReport(index, None, error="lost")
+                members.append(Member(index, Status.ERRORED))
+                continue
+            position = len(flight.answered)
+            flight.reports[index] = MemberReport(index, position, ((0, length),), length, PROMPT_TOKENS, cut)
+            members.append(Member(index, Status.SCORED, reward, reward, ((0, length),), length, cut))
+        trainable = tuple(m.index for m in members if m.reward is not None and (number, m.index) not in stale)
+        batch_groups.append(BatchGroup(group_id, f"p{number}", 0, tuple(members), trainable))
+        flights[group_id] = flight
+    return Batch(0, tuple(batch_groups), len(groups), Tally()), flights
+
+
+def plan(
+    config: Config, groups: Sequence[Answers], *, ranks: int = 1, **marks: Sequence[tuple[int, int]]
+) -> LearningPlan:
+    batch, flights = make_batch(groups, **marks)
+    return plan_learning(config, batch, flights, ranks=ranks, share_prefixes=True)
+
+
+def rows_of(plans: Sequence[RankPlan], update: int) -> list[Row]:
+    """The rows of all ranks in one optimizer update."""
+    return [row for p in plans for micro in p.updates[update] for packed in micro for row in packed]
+
+
+def weight_sum(rows: Sequence[Row]) -> float:
+    return sum(row.token_weight * row.response_length for row in rows)
+
+
+EVEN = [[(1.0, 4), (0.0, 6)], [(0.0, 3), (1.0, 3)], [(1.0, 2), (0.0, 8)], [(1.0, 5), (0.0, 5)]]
+
+
+def test_advantages_by_group_id_and_index() -> None:
+    made = plan(make_config(), EVEN)
+    assert made.advantages["g0", 0] == 0.5
+    assert made.advantages["g1", 0] == -0.5
+    assert {(row.group_id, row.index): row.advantage for row in made.rows} == made.advantages
+
+
+def test_f34_stale_members_stay_in_the_baseline() -> None:
+    """One of four answers is too old: three train, four make the mean."""
+    groups = [[(1.0, 4), (0.0, 4), (0.0, 4), (0.0, 4)]]
+    made = plan(make_config(), groups, stale=[(0, 0)])
+    assert [row.index for row in made.rows] == [1, 2, 3]
+    assert [row.advantage for row in made.rows] == [-0.25] * 3
+    assert made.advantages["g0", 0] == 0.75
+
+
+def test_d18_a_member_left_out_shifts_no_group() -> None:
+    """The rewards of the reported case, with the truncated third answer left out of the loss."""
+    rewards = [1, 0, 0, 1, 1, 1, 0, 0]
+    groups = [[(float(r), 4) for r in rewards[:4]], [(float(r), 4) for r in rewards[4:]]]
+    made = plan(make_config(advantage="grpo", mask_truncated=True), groups, truncated=[(0, 2)])
+    kept = [round(row.advantage, 4) for row in made.rows]
+    assert kept == pytest.approx([0.86603, -0.86603, 0.86603, 0.86603, 0.86603, -0.86603, -0.86603], abs=1e-3)
+    assert [(row.group_id, row.index) for row in made.rows[:3]] == [("g0", 0), ("g0", 1), ("g0", 3)]
+
+
+def test_d37_an_answer_counts_once_in_its_baseline_however_long() -> None:
+    made = plan(make_config(), [[(1.0, 300), (0.0, 100)]])
+    assert [row.advantage for row in made.rows] == [0.5, -0.5]
+
+
+def test_failed_members_are_in_neither_loss_nor_baseline_and_positions_skip_them() -> None:
+    made = plan(make_config(), [[(None, 0), (1.0, 4), (0.0, 6)]])
+    assert [(row.index, row.position, row.advantage) for row in made.rows] == [(1, 0, 0.5), (2, 1, -0.5)]
+    assert ("g0", 0) not in made.advantages
+
+
+def test_token_weights_are_global_to_an_update() -> None:
+    made = plan(make_config(aggregation="token_mean", updates_per_batch=2), EVEN)
+    assert made.update_count == 2
+    for update, tokens in ((0, 16), (1, 20)):
+        rows = rows_of(made.ranks, update)
+        assert [row.token_weight for row in rows] == pytest.approx([1 / tokens] * 4)
+    assert [sorted({row.group_id for row in rows_of(made.ranks, u)}) for u in (0, 1)] == [["g0", "g1"], ["g2", "g3"]]
+
+
+def test_epochs_repeat_the_updates() -> None:
+    made = plan(make_config(updates_per_batch=2, epochs_per_batch=3), EVEN)
+    assert made.update_count == 6
+    for update in range(6):
+        assert rows_of(made.ranks, update) == rows_of(made.ranks, update % 2)
+    assert len(made.rows) == 8  # each answer once
+
+
+def test_uneven_updates_differ_by_one_group() -> None:
+    made = plan(make_config(updates_per_batch=3), EVEN)
+    sizes = [len({row.group_id for row in rows_of(made.ranks, update)}) for update in range(3)]
+    assert sorted(sizes) == [1, 1, 2]
+
+
+def test_nothing_left_to_learn_from() -> None:
+    every = [(group, index) for group in range(4) for index in range(2)]
+    made = plan(make_config(mask_truncated=True), EVEN, truncated=every)
+    assert (made.rows, made.update_count) == ([], 0)
+    assert made.ranks == [RankPlan(())]
+
+
+def test_an_update_without_rows_is_left_out() -> None:
+    made = plan(make_config(mask_truncated=True, updates_per_batch=4), EVEN, truncated=[(1, 0), (1, 1)])
+    assert made.update_count == 3
+    assert all(rows_of(made.ranks, update) for update in range(3))
+
+
+@given(
+    groups=st.lists(
+        st.lists(st.tuples(st.sampled_from([0.0, 1.0, 0.5]), st.integers(1, 40)), min_size=2, max_size=5),
+        min_size=1,
+        max_size=6,
+    ),
+    ranks=st.integers(1, 4),
+    updates=st.integers(1, 3),
+    epochs=st.integers(1, 2),
+    aggregation=st.sampled_from(["token_mean", "seq_mean_token_mean"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_answer_once_an_epoch_and_ranks_in_step(
+    groups: list[Answers], ranks: int, updates: int, epochs: int, aggregation: str
+) -> None:
+    config = make_config(updates_per_batch=updates, epochs_per_batch=epochs, aggregation=aggregation)
+    config.learner.max_tokens_per_microbatch = 64
+    made = plan(config, groups, ranks=ranks)
+    assert len(made.ranks) == ranks
+    everyone = Counter(
+        (row.group_id, row.index) for update in range(made.update_count) for row in rows_of(made.ranks, update)
+    )
+    assert everyone == Counter({(f"g{g}", i): epochs for g, answers in enumerate(groups) for i in range(len(answers))})
+    for update in range(made.update_count):
+        assert len({len(p.updates[update]) for p in made.ranks}) == 1  # ZeRO-3 gathers in lockstep
+        assert weight_sum(rows_of(made.ranks, update)) == pytest.approx(1.0)

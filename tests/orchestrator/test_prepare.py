@@ -1,0 +1,112 @@
+"""Model, prompts, rewards and checker fit each other, or the message says what does not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config import Config, ConfigError, RewardFunctionConfig, load
+from orchestrator.prepare import CHECKER, prepare, source_of
+from orchestrator.sources import DataError
+
+
+def config_for(folder: Path, rows: int = 8, **columns: str) -> Config:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"say {i}", **columns}) + "\n" for i in range(rows)))
+    return load(["experiment=tiny", "data=files", f'data.train.mine.path="{file}"'])
+
+
+def right(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def brief(completion: str) -> float:
+    return -float(len(completion))
+
+
+def test_what_a_run_needs(tmp_path: Path) -> None:
+    prepared = prepare(config_for(tmp_path, answer="a"), [right, brief])
+    assert [len(source) for source in prepared.train] == [8]
+    assert [function.name for function in prepared.rewards.functions] == ["right", "brief"]
+    assert prepared.filter_on == "right"
+    assert (prepared.evaluation, prepared.checker) == ([], None)
+    assert Path(prepared.model_path, "config.json").exists()
+
+
+def test_a_column_that_no_row_has(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train\.mine: .*'right'.*answer"):
+        prepare(config_for(tmp_path, goal="a"), right)
+    prepare(config_for(tmp_path, goal="a"), brief)
+
+
+def test_a_source_is_judged_by_its_own_functions(tmp_path: Path) -> None:
+    config = config_for(tmp_path, goal="a")
+    config.data.train["mine"].reward = ["brief"]
+    prepare(config, [right, brief])
+    config.data.train["mine"].reward = ["clever"]
+    with pytest.raises(ConfigError, match=r"data\.train\.mine: there is no reward function clever"):
+        prepare(config, [right, brief])
+
+
+def test_f08_fewer_prompts_than_a_batch(tmp_path: Path) -> None:
+    config = config_for(tmp_path, rows=8, answer="a")
+    config.sampling.groups_per_batch = 1024
+    with pytest.raises(DataError, match=r"sampling\.groups_per_batch=1024: data\.train has only 8 prompts"):
+        prepare(config, right)
+
+
+def test_no_data_and_no_reward(tmp_path: Path) -> None:
+    config = config_for(tmp_path, answer="a")
+    config.data.train = {}
+    with pytest.raises(ConfigError, match=r"data\.train: no source of prompts"):
+        prepare(config, right)
+    config = config_for(tmp_path, answer="a")
+    config.reward.functions = {}
+    with pytest.raises(ConfigError, match=r"reward\.functions: no reward function"):
+        prepare(config)
+
+
+def test_the_checker_is_not_the_training_reward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_for(tmp_path, answer="a")
+    config.data.eval = dict(config.data.train)
+    with caplog.at_level(logging.WARNING):
+        prepared = prepare(config, [right, brief])
+    assert "can't notice that it is being gamed" in caplog.text
+    assert prepared.checker is not None
+    assert [function.name for function in prepared.checker.functions] == ["right"]
+
+    caplog.clear()
+    config.eval.checker = RewardFunctionConfig(f"{__name__}.right")
+    prepared = prepare(config, brief)
+    assert caplog.text == ""
+    assert prepared.checker is not None
+    assert [function.name for function in prepared.checker.functions] == [CHECKER]
+
+    config.eval.checker = RewardFunctionConfig("no_such_module.check")
+    with pytest.raises(ConfigError, match=r"eval\.checker: reward function 'no_such_module\.check'"):
+        prepare(config, brief)
+
+
+def test_a_checkers_columns_are_those_of_its_set(tmp_path: Path) -> None:
+    config = config_for(tmp_path, goal="a")
+    config.data.eval = dict(config.data.train)
+    config.eval.checker = RewardFunctionConfig(f"{__name__}.right")
+    with pytest.raises(ConfigError, match=r"data\.eval\.mine: .*answer"):
+        prepare(config, brief)
+
+
+def test_evaluation_alone_reads_no_training_data(tmp_path: Path) -> None:
+    config = config_for(tmp_path, answer="a")
+    config.data.eval = dict(config.data.train)
+    config.data.train = source_of("missing.jsonl")
+    prepared = prepare(config, right, training=False)
+    assert prepared.train == []
+    assert len(prepared.evaluation[0]) == 8
+
+
+def test_sources_of_python_callers() -> None:
+    assert {name: source.path for name, source in source_of("rows.jsonl").items()} == {"main": "rows.jsonl"}
+    assert {n: s.path for n, s in source_of({"a": Path("x"), "b": "y"}).items()} == {"a": "x", "b": "y"}
