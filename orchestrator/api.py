@@ -30,7 +30,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from orchestrator.checkpoint import Checkpoint, CheckpointStore
-from orchestrator.config import Config, ConfigError, load
+from orchestrator.compose import load
+from orchestrator.config import Config, ConfigError
 from orchestrator.console import Console
 from orchestrator.durable import whole_file, write_json
 from orchestrator.evaluation import Evaluator, SetResult, metrics_of, table
@@ -229,7 +230,9 @@ async def _evaluate_in(folder: Path, prepared: Prepared) -> list[SetResult]:
 def _run_folder(config: Config, *, exists_ok: bool = False) -> Path:
     name = config.run.name or time.strftime("%Y%m%d-%H%M%S")
     folder = (Path(config.run.dir) / name).resolve()
-    if not exists_ok and config.checkpoint.resume == "never" and (folder / JOURNAL).exists():
+    # A start that failed before its first batch (too few cores, say) is no run yet.
+    begun = any((folder / JOURNAL).rglob("*.parquet"))
+    if begun and not exists_ok and config.checkpoint.resume == "never":
         raise ConfigError(
             f"run.name={name}: {folder} holds a run already; continue it with checkpoint.resume=auto or choose another name"
         )

@@ -164,8 +164,9 @@ class Run:
             with self.report.phase("publish"):
                 broadcast = await self._publish(batch)
             await self._record(batch, plan, learned, broadcast)
-            await self._evaluate_if_due()
-            await self._save_if_due()
+            ended = self.version >= self.config.run.batches  # evaluated before it is saved: a resume repeats nothing
+            await self._evaluate_if_due(ended=ended)
+            await self._save_if_due(ended=ended)
         await self._evaluate_if_due(ended=True)
         await self._save_if_due(ended=True)
 

@@ -224,5 +224,5 @@ class Engine:
         await self._llm.wake_up()
 
     async def close(self) -> None:
-        self._llm.shutdown()
+        self._llm.shutdown(timeout=1.0)  # the CPU engine's process never ends by itself, and holds nothing of value
         await asyncio.sleep(0)  # let cancelled output tasks end

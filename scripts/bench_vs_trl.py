@@ -42,7 +42,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from orchestrator.config import Config, load
+from orchestrator.compose import load
+from orchestrator.config import Config
 
 TRL = "trl==1.16.0"
 CORES = 2

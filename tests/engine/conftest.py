@@ -152,7 +152,9 @@ def launch(tmp_path: Path, tiny: str) -> Iterator[Callable[..., Launched]]:
     """Start `headway train` with `SMALL` and the given overrides, or a Python program; ended with the test."""
     started: list[Launched] = []
 
-    def start(*overrides: str, program: Path | None = None, name: str = "run", directory: Path | None = None) -> Launched:
+    def start(
+        *overrides: str, program: Path | None = None, name: str = "run", directory: Path | None = None
+    ) -> Launched:
         directory = directory or tmp_path / "runs"
         command = [sys.executable, "-m", "orchestrator.cli", "train", *SMALL]
         if program is not None:

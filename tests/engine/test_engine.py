@@ -110,7 +110,13 @@ def publish(engine: Any, run: Run, model: Any, version: int) -> Mapping[str, int
 
 
 def reference_logprobs(
-    model: Any, prompt: Sequence[int], answer: Sequence[int], temperature: float, *, old: Any = None, old_tokens: int = 0
+    model: Any,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    temperature: float,
+    *,
+    old: Any = None,
+    old_tokens: int = 0,
 ) -> np.ndarray:
     """Logprobs of the answer's tokens by one transformers forward; the first `old_tokens` inputs go through `old`."""
     import torch

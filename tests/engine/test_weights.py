@@ -59,7 +59,10 @@ class RunHere:
         await self.cluster.rollouts.broadcast(self.cluster.learner, 0)
         file = folder / "metrics.jsonl"
         wandb = WandbSink(folder, project="tests", run_id="tests", name="tests", config={}, mode="disabled")
-        with Recorder([JsonlSink(file, lineage=0, resumed_from=None)]) as recorder, Console(batches, "plain") as console:
+        with (
+            Recorder([JsonlSink(file, lineage=0, resumed_from=None)]) as recorder,
+            Console(batches, "plain") as console,
+        ):
             run = Run(
                 dataclasses.replace(self._prepared, config=config),
                 self.cluster,

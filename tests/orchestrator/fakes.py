@@ -25,7 +25,8 @@ from learner.batch import RankPlan
 from learner.objective import Tally
 from learner.worker import LearnReport
 from orchestrator.checkpoint import CheckpointStore
-from orchestrator.config import Config, SourceConfig, load
+from orchestrator.compose import load
+from orchestrator.config import Config, SourceConfig
 from orchestrator.fleet import ClerkFleet, RewardFleet, RolloutFleet
 from orchestrator.journal import JOURNAL, begin_lineage
 from orchestrator.payloads import Clerk
@@ -363,6 +364,7 @@ def fake_config(*overrides: str) -> Config:
             "data.eval={}",
             "run.batches=4",
             "run.watchdog_s=5",
+            "rollout.answer_timeout_s=0.1",  # the actors of these tests keep no deadline; the fleet adds its own slack
             "sampling.groups_per_batch=2",
             "sampling.answers_per_group=2",
             "checkpoint.every_batches=0",

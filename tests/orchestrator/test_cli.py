@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from orchestrator import cli
+from orchestrator.config import ConfigError
 from orchestrator.fleet import FleetError
 
 
@@ -118,7 +119,9 @@ class TestRefused:
         assert "data.eval: no set to evaluate" in shell.refused("data.eval={}", command="eval")
 
     def test_a_run_of_that_name_exists(self, shell: Shell) -> None:
-        (shell.runs / "x" / "journal").mkdir(parents=True)
+        outcomes = shell.runs / "x" / "journal" / "outcomes"
+        outcomes.mkdir(parents=True)
+        (outcomes / "lineage-0000-version-000000-shard-000.parquet").touch()
         before = sorted(shell.runs.rglob("*"))
         code, message = shell.train()
         assert code == 2
@@ -191,6 +194,13 @@ class TestFailed:
         assert "Traceback (most" not in message
         assert "Traceback (most recent call last)" in log.read_text()
         assert str(error).splitlines()[-1] in log.read_text()
+
+    def test_a_start_that_failed_does_not_take_the_name(self, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Broken, "error", ConfigError("the run asks for 50 CPU cores"), raising=False)
+        for _ in range(2):
+            code, message = shell.train()
+            assert code == 2
+            assert "headway: the run asks for 50 CPU cores" in message
 
     def test_interrupted(self, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Broken, "error", KeyboardInterrupt(), raising=False)

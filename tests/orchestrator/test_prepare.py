@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import Config, ConfigError, RewardFunctionConfig, load
+from orchestrator.compose import load
+from orchestrator.config import Config, ConfigError, RewardFunctionConfig
 from orchestrator.prepare import CHECKER, prepare, source_of
 from orchestrator.sources import DataError
 

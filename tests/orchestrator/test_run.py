@@ -213,6 +213,13 @@ class TestEvaluationAndCheckpoints:
                 again.execute()
             assert again.versions_of("eval/pass_at_1") == []
         assert start(None, True).execute().versions_of("eval/pass_at_1") == [4, 6]
+        # The run has ended, and so has its evaluation.
+        assert start(None, True).execute().versions_of("eval/pass_at_1") == []
+
+    def test_f31_the_last_evaluation_is_in_the_last_checkpoint(self, tmp_path: Path) -> None:
+        config = fake_config("run.batches=2", "checkpoint.every_batches=1")
+        assert FakeRun(tmp_path, config, held_out=3).execute().versions_of("eval/pass_at_1") == [0, 2]
+        assert FakeRun(tmp_path, config, held_out=3, resume=True).execute().versions_of("eval/pass_at_1") == []
 
     def test_answers_of_another_version_are_refused(self, tmp_path: Path) -> None:
         class Forgetful(FakeEngine):

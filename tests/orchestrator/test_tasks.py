@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config import load
+from orchestrator.compose import load
 from orchestrator.models import resolve_model
 from orchestrator.prompts import load_sources, refuse_long_prompts
 from orchestrator.tasks import arithmetic, synthetic

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config import load
+from orchestrator.compose import load
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_vs_trl.py"
 

@@ -1,0 +1,190 @@
+"""Checks of a configuration's values, one by one and across keys.
+
+Each message names the keys, says what was found, and what would do. What depends on the model, the data or the cluster
+is checked where those are known (`orchestrator.prepare`, `orchestrator.placement`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from learner.advantages import GROUP_RELATIVE
+from orchestrator.algorithm import check_algorithm
+from orchestrator.config import Config, ConfigError
+
+_CHOICES = {
+    "model.dtype": ("bfloat16", "float32"),
+    "rollout.weights.transport": ("auto", "shared_memory", "nccl"),
+    "sampling.on_starved": ("shrink", "stop", "error"),
+    "algorithm.proximal": ("behaviour", "recompute"),
+    "learner.schedule": ("constant", "linear", "cosine"),
+    "learner.zero_stage": (0, 1, 2, 3),
+    "placement.mode": ("split", "shared"),
+    "placement.device": ("auto", "cpu", "gpu"),
+    "checkpoint.resume": ("never", "auto", "must"),
+    "logging.wandb": ("auto", "online", "offline", "disabled"),
+    "logging.console": ("auto", "live", "plain"),
+    "logging.level": ("DEBUG", "INFO", "WARNING", "ERROR"),
+}
+# None, where a key may be null, passes all of these.
+_AT_LEAST = {
+    "run.batches": 1,
+    "data.epochs": 1,
+    "rollout.replicas": 1,
+    "rollout.tensor_parallel_size": 1,
+    "rollout.max_prompt_tokens": 1,
+    "rollout.max_response_tokens": 1,
+    "rollout.max_concurrent_answers": 1,
+    "rollout.retries": 0,
+    "rollout.max_restarts": 0,
+    "rollout.kv_cache_mib": 1,
+    "rollout.threads": 1,
+    "rollout.weights.bucket_mib": 1,
+    "rollout.weights.probe_max_gap": 0,
+    "sampling.groups_per_batch": 1,
+    "sampling.answers_per_group": 1,
+    "sampling.filter_tolerance": 0,
+    "sampling.window_batches": 0,
+    "sampling.max_dispatches_per_batch": 1,
+    "staleness.max": 0,
+    "algorithm.updates_per_batch": 1,
+    "algorithm.epochs_per_batch": 1,
+    "learner.ranks": 1,
+    "learner.max_tokens_per_microbatch": 1,
+    "learner.logprob_chunk_tokens": 1,
+    "learner.warmup_steps": 0,
+    "learner.learning_rate": 0,
+    "learner.threads": 1,
+    "reward.max_error_ratio": 0,
+    "reward.workers": 1,
+    "reward.retries": 0,
+    "checkpoint.every_batches": 0,
+    "checkpoint.keep": 1,
+    "eval.every_batches": 0,
+    "eval.answers_per_prompt": 1,
+    "eval.max_response_tokens": 1,
+    "eval.samples": 0,
+    "eval.temperature": 0,  # 0 is greedy
+    "model.lora.rank": 0,
+}
+_ABOVE_ZERO = (
+    "run.watchdog_s",
+    "reward.timeout_s",
+    "rollout.start_timeout_s",
+    "rollout.answer_timeout_s",
+    "rollout.weights.timeout_s",
+    "rollout.gpu_memory_utilization",
+    "sampling.min_scored_fraction",
+    "learner.start_timeout_s",
+    "learner.step_timeout_s",
+    "learner.max_grad_norm",
+)
+_AT_MOST_ONE = ("reward.max_error_ratio", "rollout.gpu_memory_utilization", "sampling.min_scored_fraction")
+
+
+def validate(config: Config) -> None:
+    """Checks of values and across keys; raises ConfigError for the first that fails."""
+    for key, choices in _CHOICES.items():
+        value = _get(config, key)
+        if value not in choices:
+            raise ConfigError(f"{key}={value}: expected one of {', '.join(map(str, choices))}")
+    for key, least in _AT_LEAST.items():
+        value = _get(config, key)
+        if value is not None and not value >= least:  # so put, it refuses nan too
+            raise ConfigError(f"{key}={value}: expected at least {least}")
+    for key in _ABOVE_ZERO:
+        if not (value := _get(config, key)) > 0:
+            raise ConfigError(f"{key}={value}: expected more than 0")
+    for key in _AT_MOST_ONE:
+        if (value := _get(config, key)) > 1:
+            raise ConfigError(f"{key}={value}: expected at most 1")
+    _refuse_none_strings(config, "")
+    _check_sampling(config)
+    check_algorithm(config.algorithm, config.sampling.answers_per_group)
+    _check_names(config)
+    if config.run.watchdog_s <= config.rollout.answer_timeout_s:
+        raise ConfigError(
+            f"run.watchdog_s={config.run.watchdog_s} must be longer than rollout.answer_timeout_s="
+            f"{config.rollout.answer_timeout_s}: a slow answer is no lack of progress"
+        )
+    if (
+        config.placement.mode == "shared"
+        and config.placement.device == "gpu"
+        and config.rollout.tensor_parallel_size > 1
+    ):
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={config.rollout.tensor_parallel_size} with placement.mode=shared on GPUs: an engine "
+            "takes turns with one learner rank on one GPU; use placement=split"
+        )
+    if config.checkpoint.resume != "never" and config.run.name is None:
+        raise ConfigError(
+            f"checkpoint.resume={config.checkpoint.resume} needs run.name: the name of the run to continue"
+        )
+    if config.placement.mode == "shared" and config.placement.device == "gpu" and config.staleness.max > 0:
+        raise ConfigError(
+            f"placement.mode=shared on GPUs lets engine and learner take turns, so nothing can be generated ahead: "
+            f"staleness.max={config.staleness.max} needs placement=split, or set staleness.max=0"
+        )
+
+
+def _check_sampling(config: Config) -> None:
+    r, s = config.rollout, config.sampling
+    for key, value, neutral in (("top_p", r.top_p, 1.0), ("top_k", r.top_k, 0), ("min_p", r.min_p, 0.0)):
+        if value != neutral:
+            raise ConfigError(
+                f"rollout.{key}={value}: training samples from the full distribution. The engine would renormalise over "
+                f"the tokens it keeps, the learner would not, and every policy ratio would be wrong; leave it at {neutral}"
+            )
+    if r.temperature <= 0:
+        raise ConfigError(f"rollout.temperature={r.temperature}: must be above 0, or all answers of a group are equal")
+    if s.answers_per_group < 2 and config.algorithm.advantage in GROUP_RELATIVE:
+        raise ConfigError(
+            f"sampling.answers_per_group={s.answers_per_group}: algorithm.advantage={config.algorithm.advantage} compares "
+            "the answers of a group, a group of one teaches nothing; expected at least 2"
+        )
+    if config.algorithm.updates_per_batch > s.groups_per_batch:
+        raise ConfigError(
+            f"algorithm.updates_per_batch={config.algorithm.updates_per_batch} cuts a batch into that many parts, "
+            f"but sampling.groups_per_batch={s.groups_per_batch}: expected at most as many updates as groups"
+        )
+    if (
+        config.reward.primary is not None
+        and config.reward.functions
+        and config.reward.primary not in config.reward.functions
+    ):
+        raise ConfigError(
+            f"reward.primary={config.reward.primary}: no such reward function, expected one of "
+            f"{', '.join(config.reward.functions)}"
+        )
+    if s.filter_on is not None and config.reward.functions and s.filter_on not in config.reward.functions:
+        raise ConfigError(
+            f"sampling.filter_on={s.filter_on}: no such reward function, expected one of "
+            f"{', '.join(config.reward.functions)}"
+        )
+
+
+def _check_names(config: Config) -> None:
+    names = [("reward.functions", name) for name in config.reward.functions]
+    names += [("data.eval", name) for name in config.data.eval] + [("data.train", name) for name in config.data.train]
+    names += [("run.name", config.run.name)] if config.run.name is not None else []
+    for key, name in names:
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+            raise ConfigError(f"{key}: {name!r} becomes part of metric and file names; use letters, digits, _ . -")
+
+
+def _refuse_none_strings(node: Any, path: str) -> None:
+    """`key=None` reaches us as the text «None»; Hydra's word for nothing is null."""
+    if isinstance(node, str) and node in ("None", "none"):
+        raise ConfigError(f"{path}={node}: write {path}=null for no value")
+    if dataclasses.is_dataclass(node):
+        for item in dataclasses.fields(node):
+            _refuse_none_strings(getattr(node, item.name), f"{path}.{item.name}".lstrip("."))
+
+
+def _get(config: Config, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node

@@ -1,0 +1,109 @@
+"""From `conf/` and overrides to a checked `Config`.
+
+Hydra composes the groups over the schema, so an unknown or mistyped key is refused with its full name before anything
+starts. Mappings whose keys are the user's own (sources, reward functions, options) take new keys without Hydra's «+»; a
+whole mapping given at once, `data.eval={}`, replaces what was there, as a list does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from orchestrator.checks import validate
+from orchestrator.config import Config, ConfigError
+
+CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+
+
+def load(overrides: Sequence[str] = ()) -> Config:
+    """Compose `conf/` with Hydra overrides, convert and check. Raises ConfigError naming the key."""
+    for override in overrides:
+        _refuse_unknown(override)
+    ConfigStore.instance().store("schema", node=Config)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        try:
+            composed = compose("config", overrides=[o for o in overrides if not _OWN_KEYS.match(o)])
+            for override in filter(_OWN_KEYS.match, overrides):
+                _merge(composed, override)
+            config = OmegaConf.to_object(composed)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(_explain(error, overrides)) from error
+    assert isinstance(config, Config)
+    validate(config)
+    return config
+
+
+# What Hydra can't add to without «+», or at all where it is null: these overrides are merged in after it composed.
+_OWN_KEYS = re.compile(
+    r"\+{0,2}(?P<mapping>data\.(train|eval)|reward\.functions|eval\.checker|model\.chat_template_kwargs"
+    r"|rollout\.engine_options|algorithm\.\w+_options)(?P<inside>\.[^=]+)?="
+)
+
+
+def _merge(composed: DictConfig, override: str) -> None:
+    """Carry out an override of one of the user's own mappings, its value read by Hydra's grammar."""
+    parsed = OverridesParser.create().parse_override(override.lstrip("+"))
+    if parsed.is_sweep_override():
+        raise ConfigError(f"{override}: commas outside brackets would be a sweep; a list is written key=[a,b]")
+    value: Any = parsed.value()
+    matched = _OWN_KEYS.match(override)
+    if matched and not matched["inside"] and (mapping := OmegaConf.select(composed, matched["mapping"])) is not None:
+        with open_dict(mapping):
+            mapping.clear()
+    for part in reversed(parsed.key_or_group.split(".")):
+        value = {part: value}
+    try:
+        with open_dict(composed):
+            composed.merge_with(value)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{override}: {error}") from error
+
+
+def _refuse_unknown(override: str) -> None:
+    """Hydra would advise a «+» for a mistyped key, and a key added with it would be read by nobody."""
+    key = override.partition("=")[0].lstrip("+~")
+    if (CONF_DIR / key.partition("@")[0]).is_dir():  # the choice of a config group
+        return
+    kind: Any = Config
+    path: list[str] = []
+    parts = iter(key.split("."))
+    for part in parts:
+        hints = get_type_hints(kind)
+        path.append(part)
+        if part not in hints:
+            near = difflib.get_close_matches(part, hints, n=1)
+            hint = f"; did you mean {'.'.join([*path[:-1], near[0]])}?" if near else ""
+            raise ConfigError(f"{'.'.join(path)}: there is no such key{hint} (docs/config.md lists every key)")
+        below = [t for t in (hints[part], *get_args(hints[part])) if dataclasses.is_dataclass(t)]
+        if not below:
+            return
+        kind = below[0]
+        if get_origin(hints[part]) is dict:
+            path.append(next(parts, ""))  # a name of the user's
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
+    """The library's message, with what to do about the mistakes people make most."""
+    text = str(error).strip()
+    if error.__cause__ is not None and str(error.__cause__) not in text:
+        text += f"\n{error.__cause__}"
+    for override in overrides:
+        if re.search(r"=[^'\"{\[]*=", override):
+            text += f"\n{override}: a value with '=' needs quotes for Hydra inside those of the shell: 'key=\"a=b\"' (or a\\=b)."
+    if "sweep" in text.lower() or any(re.search(r"^[^=]+=[^'\"\[({]+,", override) for override in overrides):
+        text += "\nA list is written key=[1,2]; commas outside brackets would be a sweep."
+    return text
