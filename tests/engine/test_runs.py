@@ -129,12 +129,14 @@ def test_a_killed_driver_leaves_nothing_and_its_run_resumes_exactly(launch: Call
     killed.wait_for_version(5)
     killed.process.kill()
     killed.process.wait()
-    killed.assert_nothing_left()
+    # Ray's two agents may try for a minute to tell the head, which is gone, that their node is gone. They hold nothing.
+    killed.assert_nothing_left(but=["ray::DashboardAgent", "ray::RuntimeEnvAgent"])
     assert max(r["policy_version"] for r in killed.records()) < 10
 
     resumed = launch(*HASHED, "checkpoint.resume=auto")
     assert resumed.finish() == 0, resumed.output
     resumed.assert_nothing_left()
+    killed.assert_nothing_left(75)
 
     outcomes = read_outcomes(resumed.folder).to_pylist()
     settled = collections.Counter(o["prompt_id"] for o in outcomes)
