@@ -118,9 +118,6 @@ class LearnerGroup:
     async def export_model(self, folder: Path) -> None:
         await self._all([r.export_model.remote(str(folder)) for r in self._ranks], self._timeout_s)
 
-    async def memory_bytes(self) -> list[int]:
-        return await self._all([r.memory_bytes.remote() for r in self._ranks], self._timeout_s)
-
     async def close(self) -> None:
         """End the process group and the actors; never raises for ranks that are gone already."""
         import ray

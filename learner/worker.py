@@ -67,7 +67,8 @@ class LearnReport:
     grad_norms: tuple[float, ...]
     learning_rates: tuple[float, ...]
     optimizer_step: int
-    trained_tokens: int  # that went through the model, prompts and padding included
+    model_tokens: int  # that went through the model, prompts and padding included
+    peak_memory_bytes: int  # of the rank so far
 
 
 def learning_rate(settings: LearnerSettings, step: int) -> float:
@@ -205,7 +206,15 @@ class LearnerRank:
                         first_logprobs[key] = logprobs[i][batch.response_mask[i]].cpu().numpy()
             norms.append(self._step(rate))
             rates.append(rate)
-        report = LearnReport(tally.sums, tally.maxima, tuple(norms), tuple(rates), self._optimizer_step, tokens)
+        report = LearnReport(
+            tally.sums,
+            tally.maxima,
+            tuple(norms),
+            tuple(rates),
+            self._optimizer_step,
+            tokens,
+            self._peak_memory_bytes(),
+        )
         return report, first_logprobs
 
     def _tensors(self, micro_batch: MicroBatch, data: Mapping[int, Sequence[Trajectory]]) -> MicroBatchTensors:
@@ -382,41 +391,12 @@ class LearnerRank:
 
     def export_model(self, folder: str) -> None:
         """Write the policy (adapters merged) as an ordinary Hugging Face folder; all ranks call it, rank 0 writes."""
-        from safetensors.torch import save_file
+        from learner.export import export_folder
 
-        target = Path(folder)
-        index: dict[str, str] = {}
-        total = 0
-        if self._rank == 0:
-            target.mkdir(parents=True, exist_ok=True)
-        files = []
-        for number, named in enumerate(self._source.buckets()):
-            if self._rank:
-                continue
-            file = f"model-{number:05d}.safetensors"
-            tensors = {name: tensor.cpu().contiguous() for name, tensor in named}
-            save_file(tensors, target / file, metadata={"format": "pt"})
-            index.update(dict.fromkeys(tensors, file))
-            total += sum(t.numel() * t.element_size() for t in tensors.values())
-            files.append(file)
-        if self._rank:
-            return
-        import json
+        export_folder(self._policy, self._source, self._settings.policy.model_path, Path(folder), write=self._rank == 0)
 
-        if len(files) == 1:
-            os.replace(target / files[0], target / "model.safetensors")
-        else:
-            content = {"metadata": {"total_size": total}, "weight_map": index}
-            (target / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
-        self._policy.causal_lm.config.save_pretrained(target)
-        if self._policy.causal_lm.can_generate():
-            self._policy.causal_lm.generation_config.save_pretrained(target)
-        from transformers import AutoTokenizer
-
-        AutoTokenizer.from_pretrained(self._settings.policy.model_path).save_pretrained(target)
-
-    def memory_bytes(self) -> int:
-        """Peak memory of this rank: device memory on a GPU, resident memory on a CPU."""
+    def _peak_memory_bytes(self) -> int:
+        """Device memory on a GPU, resident memory on a CPU."""
         import resource
 
         import torch

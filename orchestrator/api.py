@@ -69,7 +69,8 @@ def train(
     ConfigError before anything starts where the mistake can be known by then.
     """
     config = configured(model, data, overrides)
-    return _run(_train(config, reward))
+    # Before the event loop: converting a model takes a while, and Ctrl-C must reach it.
+    return _run(_train(prepare(config, reward)))
 
 
 def evaluate(
@@ -81,7 +82,9 @@ def evaluate(
         config.data.eval = source_of(data)
     if reward is not None:
         config.eval.checker = None
-    return _run(_evaluate(config, reward))
+    if not config.data.eval:
+        raise ConfigError("data.eval: no set to evaluate; give data.eval.NAME.path or data.eval.NAME.generator")
+    return _run(_evaluate(prepare(config, reward, training=False)))
 
 
 def configured(model: str | None, data: Any, overrides: Overrides) -> Config:
@@ -138,8 +141,8 @@ async def _terminable(coroutine: Any) -> Any:
     return await coroutine
 
 
-async def _train(config: Config, reward: UserReward | None) -> RunResult:
-    prepared = prepare(config, reward)
+async def _train(prepared: Prepared) -> RunResult:
+    config = prepared.config
     folder = _run_folder(config)
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
     checkpoint = store.latest() if config.checkpoint.resume != "never" else None
@@ -154,7 +157,8 @@ async def _train_in(
 ) -> RunResult:
     # Heavy imports come after everything that can be wrong without them.
     from orchestrator.cluster import Cluster
-    from orchestrator.run import Run, derived_sizes
+    from orchestrator.derived import derived_sizes
+    from orchestrator.run import Run
 
     config = prepared.config
     resumed_from = checkpoint.version if checkpoint else None
@@ -195,10 +199,8 @@ async def _train_in(
     return RunResult(folder, folder / "model", run.evaluations)
 
 
-async def _evaluate(config: Config, reward: UserReward | None) -> list[SetResult]:
-    if not config.data.eval:
-        raise ConfigError("data.eval: no set to evaluate; give data.eval.NAME.path or data.eval.NAME.generator")
-    prepared = prepare(config, reward, training=False)
+async def _evaluate(prepared: Prepared) -> list[SetResult]:
+    config = prepared.config
     folder = _run_folder(config, exists_ok=True)
     with _log_file(folder / "logs" / "driver.log", config.logging.level):
         return await _evaluate_in(folder, prepared)

@@ -24,10 +24,11 @@ from learner.policy import PolicySettings
 from learner.rank_group import LearnerGroup
 from learner.worker import LearnerSettings
 from orchestrator.algorithm import objective
-from orchestrator.fleet import ClerkFleet, FleetError, RewardFleet, RolloutFleet
-from orchestrator.payloads import Clerk
+from orchestrator.clerks import Clerk, ClerkFleet
+from orchestrator.fleet import FleetError, RolloutFleet
 from orchestrator.placement import Placement, actor_options, plan
 from orchestrator.prepare import Prepared
+from orchestrator.reward_fleet import RewardFleet
 from reward_workers.alarm import ErrorAlarm
 from reward_workers.reward import RewardSet
 from reward_workers.worker import RewardWorker

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.clerks import ClerkFleet
 from orchestrator.config import Config
 from orchestrator.durable import whole_file
 from orchestrator.estimates import majority_at_k, pass_at_k, wilson_interval
-from orchestrator.fleet import ClerkFleet, RewardFleet, RolloutFleet
+from orchestrator.fleet import RolloutFleet
 from orchestrator.prompts import Prompt, PromptSource
+from orchestrator.reward_fleet import RewardFleet
 from rollout_workers.trajectory import RewardResult
 from rollout_workers.worker import RolloutRequest, SamplingSettings
 
@@ -106,7 +108,7 @@ class Evaluator:
                         f"evaluation at version {version}: {generated.replica} answered prompt {prompt.prompt_id} under "
                         f"versions {[v for v, _ in member.token_versions]}"
                     )
-            payload = generated.payloads[0].reference
+            payload = generated.payloads[0]
             verdicts = await self._checker.score(payload, prompt.columns, None, prompt.text)
             texts = await self._clerks.completions(payload)
         return Answered(

@@ -1,6 +1,6 @@
-"""Rollout and reward actors as two fleets: who is healthy, who gets the next group, what happens when one dies.
+"""The rollout actors as a fleet: who is healthy, who gets the next group, what happens when one dies.
 
-Contract of the rollout fleet:
+Contract:
 - A request goes to the healthy actor with the fewest answers outstanding. When the actor is lost or does not answer in
   time, the members without an answer go to another one, at most `retries` times; after that they are reported as
   failed, never invented.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,9 +26,7 @@ import numpy as np
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from learner.rank_group import LearnerGroup
-from reward_workers.alarm import ErrorAlarm
 from rollout_workers.engine import EngineDied, UpdateReport
-from rollout_workers.trajectory import RewardResult, Status
 from rollout_workers.weights.manifest import Manifest, WeightsNotDelivered
 from rollout_workers.worker import MemberReport, RolloutReport, RolloutRequest
 
@@ -43,19 +41,14 @@ class FleetError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Payload:
-    """Where members of a group lie: an object reference, and which position holds which member."""
-
-    reference: Any
-    positions: Mapping[int, int]  # member index -> position in the payload
-
-
-@dataclass(frozen=True)
 class Generated:
-    """What became of one request: a report for each member, and where the trajectories are."""
+    """What became of one request: a report for each member, and references to where the trajectories are.
+
+    There are several payloads where members were asked for again; of one member, the later counts.
+    """
 
     members: tuple[MemberReport, ...]
-    payloads: tuple[Payload, ...]
+    payloads: tuple[Any, ...]
     replica: str
 
 
@@ -193,7 +186,7 @@ class RolloutFleet:
     async def generate(self, request: RolloutRequest) -> Generated:
         """Answer every member of the request that can be answered; the rest are reported with their error."""
         members: dict[int, MemberReport] = {}
-        payloads: list[Payload] = []
+        payloads: list[Any] = []
         replica_name = ""
         for attempt in range(self._retries + 1):
             missing = tuple(i for i in request.indexes if i not in members or members[i].error)
@@ -206,12 +199,11 @@ class RolloutFleet:
             part = replace(request, indexes=missing, attempt=request.attempt * (self._retries + 1) + attempt)
             report, reference, error = await self._ask(replica, part)
             if report is None:
-                members |= {i: MemberReport(i, None, error=error) for i in missing}
+                members |= {i: MemberReport(i, error=error) for i in missing}
                 continue
             members |= {member.index: member for member in report.members}
-            positions = {m.index: m.position for m in report.members if m.position is not None}
-            if positions:
-                payloads.append(Payload(reference, positions))
+            if any(member.error is None for member in report.members):
+                payloads.append(reference)
         return Generated(tuple(members[i] for i in request.indexes), tuple(payloads), replica_name)
 
     async def _pick(self, timeout_s: float) -> _Replica:
@@ -409,123 +401,3 @@ class RolloutFleet:
             values[f"rollout/{replica.name}/answers"] = replica.answers
             values[f"rollout/{replica.name}/restarts"] = replica.restarts
         return values
-
-
-class RewardFleet:
-    """Reward actors: each group goes to the least loaded one; an actor that dies is restarted by Ray and asked again."""
-
-    def __init__(self, actors: Sequence[Any], *, deadline_s: float, tries: int, alarm: ErrorAlarm) -> None:
-        self._actors = list(actors)
-        self._outstanding = [0] * len(self._actors)
-        self._deadline_s = deadline_s
-        self._tries = tries
-        self._alarm = alarm
-
-    async def start(self, timeout_s: float) -> None:
-        """Load the reward functions everywhere. Raises what a function's import raises."""
-        for index, reference in enumerate([actor.start.remote() for actor in self._actors]):
-            try:
-                await asyncio.wait_for(reference, timeout_s)
-            except TimeoutError as error:
-                raise FleetError(f"reward-{index} did not start within {timeout_s:.0f} s") from error
-
-    async def score(
-        self, trajectories: Any, columns: Mapping[str, Any], names: Sequence[str] | None, text: str | None
-    ) -> list[RewardResult]:
-        """Verdicts on the trajectories behind a reference, in order. Raises FleetError when too many are failures."""
-        reason = ""
-        for _ in range(self._tries):
-            index = min(range(len(self._actors)), key=lambda i: self._outstanding[i])
-            self._outstanding[index] += 1
-            try:
-                results: list[RewardResult] = await asyncio.wait_for(
-                    self._actors[index].score_group.remote(trajectories, columns, names, text),
-                    self._deadline_s,
-                )
-            except TimeoutError:
-                reason = f"reward-{index} did not answer within {self._deadline_s:.0f} s"
-            except LOST as error:
-                reason = f"reward-{index} was lost: {str(error).splitlines()[0]}"
-            else:
-                alarm = self._alarm.add(results)
-                if alarm is not None:
-                    raise FleetError(f"reward.max_error_ratio: {alarm}")
-                return results
-            finally:
-                self._outstanding[index] -= 1
-            logger.warning("%s", reason)
-        raise RewardsLost(reason)
-
-    async def close(self) -> None:
-        import ray
-
-        closings = [asyncio.wait_for(actor.close.remote(), SLACK_S) for actor in self._actors]
-        for outcome in await asyncio.gather(*closings, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                logger.warning("a reward actor did not close cleanly: %r", outcome)
-        for actor in self._actors:
-            ray.kill(actor)
-
-
-class ClerkFleet:
-    """The clerks, in turn. Their calls are references, so that payloads stay where they are."""
-
-    def __init__(self, actors: Sequence[Any], timeout_s: float) -> None:
-        self._actors = list(actors)
-        self._timeout_s = timeout_s
-        self._turn = 0
-
-    def _next(self) -> Any:
-        self._turn += 1
-        return self._actors[self._turn % len(self._actors)]
-
-    def merged(self, payloads: Sequence[Any]) -> Any:
-        """A reference to one payload of several."""
-        return self._next().merged.remote(*payloads)
-
-    async def completions(self, payload: Any) -> list[str]:
-        return await self._wait(self._next().completions.remote(payload), "read out a payload")
-
-    async def write_journal(
-        self,
-        folder: str,
-        lineage: int,
-        policy_version: int,
-        rows: Sequence[Mapping[str, Any]],
-        logprobs: Sequence[Any],
-        payloads: Sequence[Any],
-    ) -> None:
-        """Every clerk writes a share of the batch, whole groups each; returns when all of it is on disk."""
-        writing = []
-        for shard, clerk in enumerate(self._actors):
-            share = range(shard, len(payloads), len(self._actors))
-            numbers = {payload: number for number, payload in enumerate(share)}
-            mine = [{**row, "payload": numbers[row["payload"]]} for row in rows if row["payload"] in numbers]
-            if mine:
-                objects = [*logprobs, *(payloads[number] for number in share)]
-                reference = clerk.write_shard.remote(
-                    folder, lineage, policy_version, shard, mine, len(logprobs), *objects
-                )
-                writing.append(self._wait(reference, f"write journal shard {shard} of version {policy_version}"))
-        await asyncio.gather(*writing)
-
-    async def _wait(self, reference: Any, what: str) -> Any:
-        try:
-            return await asyncio.wait_for(reference, self._timeout_s)
-        except TimeoutError as error:
-            raise FleetError(f"a clerk did not {what} within {self._timeout_s:.0f} s") from error
-
-    async def close(self) -> None:
-        import ray
-
-        for actor in self._actors:
-            ray.kill(actor)
-
-
-class RewardsLost(RuntimeError):
-    """No reward actor could judge the group."""
-
-
-def lost_rewards(count: int, reason: str) -> list[RewardResult]:
-    """Verdicts of a group that no actor could judge: a status, never a number."""
-    return [RewardResult(None, Status.ERRORED, detail={"worker": {"error": reason}}) for _ in range(count)]

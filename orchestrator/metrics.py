@@ -52,6 +52,7 @@ CATALOGUE = (
     ),
     Metric("batch/answers", "answers in the batch's loss", "answers"),
     Metric("batch/trained_tokens", "sampled tokens in the batch's loss", "tokens"),
+    Metric("batch/model_tokens", "tokens through the learner's model, prompts and padding included", "tokens"),
     Metric("batch/trained_response_length", "mean length of the answers in the batch's loss", "tokens"),
     # Rewards.
     Metric("reward/mean", "mean total reward of the scored answers", "reward"),
@@ -205,6 +206,7 @@ CATALOGUE = (
     Metric("perf/generated_tokens_per_s", "sampled tokens of all finished answers / time_s/batch", "tokens/s"),
     Metric("perf/trained_tokens_per_s", "batch/trained_tokens / time_s/batch", "tokens/s"),
     Metric("perf/answers_per_s", "all finished answers / time_s/batch", "answers/s"),
+    Metric("perf/learner_peak_memory_gib", "largest memory that a learner rank has used so far", "GiB"),
     Metric("perf/learner_busy_ratio", "time_s/learn / time_s/batch", "share"),
     # Rollout workers.
     Metric("rollout/retries", "answers asked for again because their generation failed", "answers"),

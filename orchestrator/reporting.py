@@ -87,6 +87,7 @@ class BatchReport:
             "batch/groups": len(batch.groups),
             "batch/answers": len(trained_lengths),
             "batch/trained_tokens": tokens,
+            "batch/model_tokens": sum(report.model_tokens for report in reports),
             "weights/pause_s": broadcast.pause_s,
             "weights/total_s": broadcast.total_s,
             "weights/sent_mib": broadcast.manifest.total_bytes / 2**20,
@@ -96,6 +97,7 @@ class BatchReport:
             "perf/generated_tokens_per_s": sum(self._lengths) / elapsed,
             "perf/trained_tokens_per_s": tokens / elapsed,
             "perf/answers_per_s": len(self._lengths) / elapsed,
+            "perf/learner_peak_memory_gib": max(report.peak_memory_bytes for report in reports) / 2**30,
             "perf/learner_busy_ratio": self._phases.get("learn", 0.0) / elapsed,
         }
         values |= {f"time_s/{name}": seconds for name, seconds in self._phases.items()}

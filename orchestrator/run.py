@@ -23,16 +23,17 @@ from ray.exceptions import ObjectLostError, RayTaskError
 from orchestrator.batching import LearningPlan, plan_learning
 from orchestrator.checkpoint import Cadence, Checkpoint, CheckpointStore, restore_rng, rng_state
 from orchestrator.cluster import Cluster
-from orchestrator.config import Config
 from orchestrator.console import Console, ConsoleState, Sample
+from orchestrator.derived import probe_texts, queue_settings, shares_prefixes
 from orchestrator.evaluation import Evaluator, SetResult, metrics_of
-from orchestrator.fleet import BroadcastReport, RewardsLost, lost_rewards
+from orchestrator.fleet import BroadcastReport
 from orchestrator.flight import Flight
 from orchestrator.journal import JOURNAL, Outcome, write_outcomes
 from orchestrator.prepare import Prepared
 from orchestrator.probe import Probe
-from orchestrator.prompts import Prompt, PromptStream
+from orchestrator.prompts import PromptStream
 from orchestrator.reporting import BatchReport, queue_gauges
+from orchestrator.reward_fleet import RewardsLost, lost_rewards
 from orchestrator.sampling_queue import SamplingQueue
 from orchestrator.sampling_types import (
     Batch,
@@ -40,7 +41,6 @@ from orchestrator.sampling_types import (
     Done,
     OfferAgain,
     OnStarved,
-    QueueSettings,
     Stage,
     Starvation,
 )
@@ -50,9 +50,6 @@ from rollout_workers.worker import RolloutRequest, SamplingSettings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-PROBE_TEXTS = 2
-PROBE_TOKENS = 64
 
 
 class Starved(RuntimeError):
@@ -109,7 +106,7 @@ class Run:
         self.eval_cadence = Cadence(e.every_batches, e.at_start, e.at_end)
         self.save_cadence = Cadence(c.every_batches, at_start=False, at_end=c.every_batches > 0)
         self.probe = Probe(
-            _probe_texts(prepared),
+            probe_texts(prepared),
             self.learner,
             self.rollouts,
             dtype=config.model.dtype,
@@ -268,7 +265,7 @@ class Run:
             )
         )
         flight.reports = {member.index: member for member in generated.members}
-        payloads = [payload.reference for payload in generated.payloads]
+        payloads = generated.payloads
         if payloads:  # several, if members were asked for again elsewhere
             flight.payload = payloads[0] if len(payloads) == 1 else self.clerks.merged(payloads)
         flight.generated_at = time.time()
@@ -457,79 +454,6 @@ class Run:
         if target.exists():
             shutil.rmtree(target)
         part.rename(target)
-
-
-def queue_settings(config: Config) -> QueueSettings:
-    from learner.advantages import GROUP_RELATIVE
-
-    s = config.sampling
-    # A KL term gives equal groups a gradient, and other estimators learn from them.
-    automatic = config.algorithm.advantage in GROUP_RELATIVE and config.algorithm.kl_coefficient == 0
-    return QueueSettings(
-        groups_per_batch=s.groups_per_batch,
-        answers_per_group=s.answers_per_group,
-        filter=automatic if s.filter is None else s.filter,
-        filter_tolerance=s.filter_tolerance,
-        min_scored_fraction=s.min_scored_fraction,
-        window_batches=s.window_batches,
-        max_dispatches_per_batch=s.max_dispatches_per_batch,
-        on_starved=OnStarved(s.on_starved),
-        max_staleness=config.staleness.max,
-    )
-
-
-def shares_prefixes(prepared: Prepared) -> bool:
-    """Whether a group's prompt is computed once: not where a model carries state from token to token."""
-    from transformers import AutoConfig
-
-    wanted = prepared.config.learner.share_prefixes
-    text_config = AutoConfig.from_pretrained(prepared.model_path).get_text_config()
-    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    possible = kinds == {"full_attention"}
-    if wanted and not possible:
-        from orchestrator.config import ConfigError
-
-        raise ConfigError(
-            f"learner.share_prefixes=true: the model has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}, in which "
-            "answers that share a row would see each other; leave it at null or set false"
-        )
-    # A dense mask over packed rows pays on CPUs; on GPUs causal kernels without a mask are faster for long answers.
-    return possible if wanted is None else wanted
-
-
-def _probe_texts(prepared: Prepared) -> list[list[int]]:
-    """The first prompts' tokens: fixed for the run, and text the policy cares about."""
-    prompts: list[Prompt] = [prepared.train[0].prompt(i, 0) for i in range(min(PROBE_TEXTS, len(prepared.train[0])))]
-    return [prepared.chat.prompt_ids(prompt.messages)[-PROBE_TOKENS:] for prompt in prompts]
-
-
-def derived_sizes(config: Config, version: int) -> list[tuple[str, str]]:
-    """What the keys come to, for the panel at the start."""
-    s, a = config.sampling, config.algorithm
-    answers = s.groups_per_batch * s.answers_per_group
-    capacity = (config.staleness.max + 1) * s.groups_per_batch
-    updates = a.updates_per_batch * a.epochs_per_batch
-    return [
-        ("model", f"{config.model.path} ({config.model.dtype}, {_tuning(config)})"),
-        ("batches", f"{config.run.batches - version} to go, from version {version}"),
-        ("batch", f"{s.groups_per_batch} groups x {s.answers_per_group} answers = {answers} answers"),
-        ("updates", f"{updates} per batch, each on about {answers // a.updates_per_batch} answers"),
-        ("ahead", f"at most {capacity} groups untrained (staleness.max={config.staleness.max})"),
-        (
-            "answer",
-            f"at most {config.rollout.max_response_tokens} tokens at temperature {config.rollout.temperature}",
-        ),
-        ("engines", f"{config.rollout.replicas} x tensor parallel {config.rollout.tensor_parallel_size}"),
-        (
-            "learner",
-            f"{config.learner.ranks} rank(s), ZeRO-{config.learner.zero_stage}, lr {config.learner.learning_rate:g}",
-        ),
-    ]
-
-
-def _tuning(config: Config) -> str:
-    lora = config.model.lora
-    return f"LoRA rank {lora.rank}" if lora.rank else "full fine-tuning"
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

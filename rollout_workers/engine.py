@@ -150,7 +150,9 @@ class Engine:
         )
         if not output.weight_versions and len(ids):
             raise ValueError("the engine reported no weight versions for an answer")
-        spans = tuple(VersionSpan(s.start, s.end, int(s.version)) for s in output.weight_versions or () if s.end > s.start)
+        spans = tuple(
+            VersionSpan(s.start, s.end, int(s.version)) for s in output.weight_versions or () if s.end > s.start
+        )
         return Answer(ids, logprobs, spans, output.finish_reason or "unknown")
 
     async def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:

@@ -51,10 +51,9 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class MemberReport:
-    """What the orchestrator needs to know of one member. `position` is its place in the payload, None if it failed."""
+    """What the orchestrator needs to know of one member. The payload holds those without `error`, in this order."""
 
     index: int
-    position: int | None
     token_versions: tuple[tuple[int, int], ...] = ()  # (version, number of tokens)
     response_length: int = 0
     prompt_length: int = 0
@@ -99,7 +98,7 @@ class RolloutWorker:
             if isinstance(result, EngineDied):
                 raise result
             if isinstance(result, BaseException):
-                members.append(MemberReport(index, None, error=f"{type(result).__name__}: {result}"))
+                members.append(MemberReport(index, error=f"{type(result).__name__}: {result}"))
                 continue
             counts: dict[int, int] = {}
             for span in result.version_spans:
@@ -107,7 +106,6 @@ class RolloutWorker:
             members.append(
                 MemberReport(
                     index,
-                    len(trajectories),
                     tuple(sorted(counts.items())),
                     result.response_length,
                     len(prompt_ids),
@@ -197,9 +195,6 @@ class RolloutWorker:
     async def receive(self, version: int, update_info: Mapping[str, Any]) -> UpdateReport:
         """Load `version` from the connected group (NCCL), while the learner sends it."""
         return await self._engine.update(version, [update_info])
-
-    async def version(self) -> int:
-        return self._engine.version
 
     async def close(self) -> None:
         await self._engine.close()

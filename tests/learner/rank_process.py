@@ -101,7 +101,6 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
     found["again_report"], found["again_logprobs"] = learn()
     found["again_weights"] = weights()
     rank.export_model(str(folder / "model"))
-    found["memory_bytes"] = rank.memory_bytes()
     rank.close()
     torch.save(found, folder / f"rank-{number}.pt")
 

@@ -190,7 +190,7 @@ def test_every_rank_takes_the_steps_of_plain_torch(ran: Ran) -> None:
         assert found["report"].grad_norms == pytest.approx(ran.norms, rel=TOLERANCE)
         assert found["report"].learning_rates == pytest.approx([5e-4, 1e-3, 1e-3])
         assert found["report"].optimizer_step == 3
-        assert found["memory_bytes"] > 0
+        assert found["report"].peak_memory_bytes > 0
     sampled = sum(answer.response_length for answers in ran.payloads.values() for answer in answers)
     assert sum(found["report"].sums.get("tokens", 0) for found in ran.ranks) == sampled
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.objective import Objective
+from learner.export import export_folder
 from learner.policy import Policy, PolicySettings
 from learner.weight_source import PolicyWeightSource
-from learner.worker import LearnerRank, LearnerSettings
 
 HUGE = 2**40
 
@@ -117,11 +116,7 @@ def test_an_exported_model_is_an_ordinary_one(path: str, lora_rank: int, bucket_
     settings = PolicySettings(path, "float32", lora_rank=lora_rank)
     policy = moved(Policy(settings))
     folder = tmp_path / "model"
-    rank = LearnerRank(LearnerSettings(settings, Objective(lambda: None), "cpu", 1.0, 0, 1e-3, 10), 0, 1)
-    # What `start` would set, without a DeepSpeed process (test_learner_rank has one).
-    rank._policy = policy
-    rank._source = PolicyWeightSource(policy, zero_stage=0, bucket_bytes=bucket_bytes)
-    rank.export_model(str(folder))
+    export_folder(policy, PolicyWeightSource(policy, zero_stage=0, bucket_bytes=bucket_bytes), path, folder, write=True)
 
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.dtype == torch.float32

@@ -25,14 +25,15 @@ from learner.batch import RankPlan
 from learner.objective import Tally
 from learner.worker import LearnReport
 from orchestrator.checkpoint import CheckpointStore
+from orchestrator.clerks import Clerk, ClerkFleet
 from orchestrator.compose import load
 from orchestrator.config import Config, SourceConfig
-from orchestrator.fleet import ClerkFleet, RewardFleet, RolloutFleet
+from orchestrator.fleet import RolloutFleet
 from orchestrator.journal import JOURNAL, begin_lineage
-from orchestrator.payloads import Clerk
 from orchestrator.placement import plan
 from orchestrator.prepare import Prepared
 from orchestrator.prompts import load_sources
+from orchestrator.reward_fleet import RewardFleet
 from orchestrator.sinks import Record, Recorder
 from reward_workers.alarm import ErrorAlarm
 from reward_workers.reward import RewardSet
@@ -154,14 +155,12 @@ class FakeEngine:
         answers: list[Trajectory] = []
         for index in request.indexes:
             if self.fails(request, index):
-                members.append(MemberReport(index, None, error="TimeoutError: too slow"))
+                members.append(MemberReport(index, error="TimeoutError: too slow"))
                 continue
             counts = {first: ANSWER_TOKENS // 2, self.version: ANSWER_TOKENS // 2}
             counts = counts if len(counts) == 2 else {first: ANSWER_TOKENS}
             members.append(
-                MemberReport(
-                    index, len(answers), tuple(counts.items()), ANSWER_TOKENS, PROMPT_TOKENS, truncated=self.truncated
-                )
+                MemberReport(index, tuple(counts.items()), ANSWER_TOKENS, PROMPT_TOKENS, truncated=self.truncated)
             )
             answers.append(answer_of(request, index, counts))
         return RolloutReport(tuple(members), began, time.time()), tuple(answers)
@@ -267,7 +266,7 @@ class FakeLearner:
         self.weights += 0.1
         updates = len(plans[0].updates)
         self.optimizer_step += updates
-        report = LearnReport({}, {}, (1.0,) * updates, (1e-6,) * updates, self.optimizer_step, 0)
+        report = LearnReport({}, {}, (1.0,) * updates, (1e-6,) * updates, self.optimizer_step, 0, 0)
         return [report], Tally(), [{(r.group_id, r.index): np.full(r.response_length, -1.0) for r in rows}]
 
     async def export_weights(self, version: int) -> AsyncIterator[Any]:

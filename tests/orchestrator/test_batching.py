@@ -42,11 +42,10 @@ def make_batch(
         for index, (reward, length) in enumerate(answers):
             cut = (number, index) in truncated
             if reward is None:
-                flight.reports[index] = MemberReport(index, None, error="lost")
+                flight.reports[index] = MemberReport(index, error="lost")
                 members.append(Member(index, Status.ERRORED))
                 continue
-            position = len(flight.answered)
-            flight.reports[index] = MemberReport(index, position, ((0, length),), length, PROMPT_TOKENS, cut)
+            flight.reports[index] = MemberReport(index, ((0, length),), length, PROMPT_TOKENS, cut)
             members.append(Member(index, Status.SCORED, reward, reward, ((0, length),), length, cut))
         trainable = tuple(m.index for m in members if m.reward is not None and (number, m.index) not in stale)
         batch_groups.append(BatchGroup(group_id, f"p{number}", 0, tuple(members), trainable))

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from fakes import FakeEngine, LocalActor, fake_config, patch_ray, reward_fleet, rollout_fleet
 
+from orchestrator.clerks import Clerk, ClerkFleet
 from orchestrator.config import SourceConfig
 from orchestrator.estimates import wilson_interval
 from orchestrator.evaluation import Answered, EvaluationError, Evaluator, metrics_of, summarise, table
-from orchestrator.fleet import ClerkFleet
 from orchestrator.metrics import find
-from orchestrator.payloads import Clerk
 from orchestrator.prompts import Prompt, load_source
 from rollout_workers.trajectory import RewardResult, Status, Trajectory
 from rollout_workers.worker import RolloutRequest

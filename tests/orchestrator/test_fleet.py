@@ -19,8 +19,9 @@ from fakes import (
 )
 from ray.exceptions import RayActorError
 
-from orchestrator.fleet import ClerkFleet, FleetError, Generated, RewardFleet, RewardsLost, RolloutFleet, lost_rewards
-from orchestrator.payloads import Clerk
+from orchestrator.clerks import Clerk, ClerkFleet
+from orchestrator.fleet import FleetError, Generated, RolloutFleet
+from orchestrator.reward_fleet import RewardFleet, RewardsLost, lost_rewards
 from reward_workers.alarm import ErrorAlarm
 from rollout_workers.engine import UpdateReport
 from rollout_workers.trajectory import RewardResult, Status, Trajectory
@@ -58,8 +59,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def members_of(generated: Generated) -> dict[int, Trajectory]:
     found: dict[int, Trajectory] = {}
     for payload in generated.payloads:
-        answers = await payload.reference
-        found |= {index: answers[position] for index, position in payload.positions.items()}
+        found |= {answer.index: answer for answer in await payload}
     return found
 
 
@@ -89,7 +89,7 @@ class TestGenerate:
             assert [r.indexes for e in engines for r in e.requests] == [(0, 1, 2), (1,)]
             found = await members_of(generated)
             assert {index: t.index for index, t in found.items()} == {0: 0, 1: 1, 2: 2}
-            merged = await ClerkFleet([LocalActor(Clerk())], 1.0).merged([p.reference for p in generated.payloads])
+            merged = await ClerkFleet([LocalActor(Clerk())], 1.0).merged(generated.payloads)
             assert [t.index for t in merged] == [0, 1, 2]
             assert fleet.metrics()["rollout/retries"] == 1
 
@@ -116,7 +116,7 @@ class TestGenerate:
             generated = await fleet.generate(request())
             failed, answered = generated.members
             assert failed.error == "TimeoutError: too slow"
-            assert (failed.position, failed.response_length, failed.token_versions) == (None, 0, ())
+            assert (failed.response_length, failed.token_versions) == (0, ())
             assert answered.error is None
             assert sorted(await members_of(generated)) == [1]
 

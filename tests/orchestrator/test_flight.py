@@ -16,9 +16,9 @@ def half_failed() -> Flight:
     """Member 1 of three has no answer."""
     flight = Flight("g", PROMPT, 3, dispatched_at_version=4)
     flight.reports = {
-        0: MemberReport(0, 0, ((4, 3), (5, 2)), 5, 8),
-        1: MemberReport(1, None, error="lost"),
-        2: MemberReport(2, 1, ((4, 6),), 6, 8, truncated=True),
+        0: MemberReport(0, ((4, 3), (5, 2)), 5, 8),
+        1: MemberReport(1, error="lost"),
+        2: MemberReport(2, ((4, 6),), 6, 8, truncated=True),
     }
     return flight
 

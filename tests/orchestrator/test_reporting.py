@@ -21,7 +21,7 @@ from rollout_workers.trajectory import RewardResult, Status
 from rollout_workers.worker import MemberReport
 
 BROADCAST = BroadcastReport(manifest_of(1, 0.0), pause_s=0.1, total_s=0.4)
-LEARNED = LearnReport({}, {}, (2.0, 4.0), (1e-6, 2e-6), 5, 0)
+LEARNED = LearnReport({}, {}, (2.0, 4.0), (1e-6, 2e-6), 5, 300, 2**31)
 
 
 def fly(queue: SamplingQueue, report: BatchReport, number: int, rewards: list[float | None], length: int) -> Flight:
@@ -30,7 +30,7 @@ def fly(queue: SamplingQueue, report: BatchReport, number: int, rewards: list[fl
     flight = Flight(group_id, Prompt(f"p{number}", "main", (), {}, None, 0, "?"), len(rewards), queue.version)
     queue.dispatched(group_id, flight.prompt.prompt_id, 0)
     for index in range(len(rewards)):
-        flight.reports[index] = MemberReport(index, index, ((queue.version, length),), length, 3, length > 8)
+        flight.reports[index] = MemberReport(index, ((queue.version, length),), length, 3, length > 8)
     flight.generated_at = time.time()
     flight.judge([RewardResult(r, Status.ERRORED if r is None else Status.SCORED, {"right": r}) for r in rewards])
     queue.generated(group_id)
@@ -129,4 +129,4 @@ class TestLearnerMetrics:
         assert values["mismatch/ratio_max"] == 2.5
 
     def test_no_update_has_no_norm(self) -> None:
-        assert learner_metrics([LearnReport({}, {}, (), (), 0, 0)], LearnTally()) == {}
+        assert learner_metrics([LearnReport({}, {}, (), (), 0, 0, 0)], LearnTally()) == {}

@@ -46,6 +46,11 @@ def values(results: list[RewardResult]) -> list[float | None]:
 
 def alive(pid: int) -> bool:
     try:
+        # A child is dead when all its threads are; its main thread alone may be a zombie before its files are closed.
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        pass
+    try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False

@@ -6,12 +6,14 @@ is one per node; they hold nothing between calls, so one that is lost is restart
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from orchestrator.fleet import FleetError
 from orchestrator.journal import TrajectoryRow, write_trajectories
 from rollout_workers.trajectory import Trajectory
 
@@ -59,3 +61,58 @@ class Clerk:
                 full[trajectory.response_mask] = sampled
             written.append(TrajectoryRow(trajectory=trajectory, learner_logprobs=full, **fields))
         return str(write_trajectories(Path(journal_dir), lineage, policy_version, shard, written))
+
+
+class ClerkFleet:
+    """The clerks, in turn. Their calls are references, so that payloads stay where they are."""
+
+    def __init__(self, actors: Sequence[Any], timeout_s: float) -> None:
+        self._actors = list(actors)
+        self._timeout_s = timeout_s
+        self._turn = 0
+
+    def _next(self) -> Any:
+        self._turn += 1
+        return self._actors[self._turn % len(self._actors)]
+
+    def merged(self, payloads: Sequence[Any]) -> Any:
+        """A reference to one payload of several."""
+        return self._next().merged.remote(*payloads)
+
+    async def completions(self, payload: Any) -> list[str]:
+        return await self._wait(self._next().completions.remote(payload), "read out a payload")
+
+    async def write_journal(
+        self,
+        folder: str,
+        lineage: int,
+        policy_version: int,
+        rows: Sequence[Mapping[str, Any]],
+        logprobs: Sequence[Any],
+        payloads: Sequence[Any],
+    ) -> None:
+        """Every clerk writes a share of the batch, whole groups each; returns when all of it is on disk."""
+        writing = []
+        for shard, clerk in enumerate(self._actors):
+            share = range(shard, len(payloads), len(self._actors))
+            numbers = {payload: number for number, payload in enumerate(share)}
+            mine = [{**row, "payload": numbers[row["payload"]]} for row in rows if row["payload"] in numbers]
+            if mine:
+                objects = [*logprobs, *(payloads[number] for number in share)]
+                reference = clerk.write_shard.remote(
+                    folder, lineage, policy_version, shard, mine, len(logprobs), *objects
+                )
+                writing.append(self._wait(reference, f"write journal shard {shard} of version {policy_version}"))
+        await asyncio.gather(*writing)
+
+    async def _wait(self, reference: Any, what: str) -> Any:
+        try:
+            return await asyncio.wait_for(reference, self._timeout_s)
+        except TimeoutError as error:
+            raise FleetError(f"a clerk did not {what} within {self._timeout_s:.0f} s") from error
+
+    async def close(self) -> None:
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)

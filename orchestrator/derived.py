@@ -1,0 +1,81 @@
+"""What the configuration comes to once model and data are known: settings and sizes that follow from other keys."""
+
+from __future__ import annotations
+
+from learner.advantages import GROUP_RELATIVE
+from orchestrator.config import Config, ConfigError
+from orchestrator.prepare import Prepared
+from orchestrator.prompts import Prompt
+from orchestrator.sampling_types import OnStarved, QueueSettings
+
+PROBE_TEXTS = 2
+PROBE_TOKENS = 64
+
+
+def queue_settings(config: Config) -> QueueSettings:
+    s = config.sampling
+    # A KL term gives equal groups a gradient, and other estimators learn from them.
+    automatic = config.algorithm.advantage in GROUP_RELATIVE and config.algorithm.kl_coefficient == 0
+    return QueueSettings(
+        groups_per_batch=s.groups_per_batch,
+        answers_per_group=s.answers_per_group,
+        filter=automatic if s.filter is None else s.filter,
+        filter_tolerance=s.filter_tolerance,
+        min_scored_fraction=s.min_scored_fraction,
+        window_batches=s.window_batches,
+        max_dispatches_per_batch=s.max_dispatches_per_batch,
+        on_starved=OnStarved(s.on_starved),
+        max_staleness=config.staleness.max,
+    )
+
+
+def shares_prefixes(prepared: Prepared) -> bool:
+    """Whether a group's prompt is computed once: not where a model carries state from token to token."""
+    from transformers import AutoConfig
+
+    wanted = prepared.config.learner.share_prefixes
+    text_config = AutoConfig.from_pretrained(prepared.model_path).get_text_config()
+    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    possible = kinds == {"full_attention"}
+    if wanted and not possible:
+        raise ConfigError(
+            f"learner.share_prefixes=true: the model has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}, in which "
+            "answers that share a row would see each other; leave it at null or set false"
+        )
+    # A dense mask over packed rows pays on CPUs; on GPUs causal kernels without a mask are faster for long answers.
+    return possible if wanted is None else wanted
+
+
+def probe_texts(prepared: Prepared) -> list[list[int]]:
+    """The first prompts' tokens: fixed for the run, and text the policy cares about."""
+    prompts: list[Prompt] = [prepared.train[0].prompt(i, 0) for i in range(min(PROBE_TEXTS, len(prepared.train[0])))]
+    return [prepared.chat.prompt_ids(prompt.messages)[-PROBE_TOKENS:] for prompt in prompts]
+
+
+def derived_sizes(config: Config, version: int) -> list[tuple[str, str]]:
+    """What the keys come to, for the panel at the start."""
+    s, a = config.sampling, config.algorithm
+    answers = s.groups_per_batch * s.answers_per_group
+    capacity = (config.staleness.max + 1) * s.groups_per_batch
+    updates = a.updates_per_batch * a.epochs_per_batch
+    return [
+        ("model", f"{config.model.path} ({config.model.dtype}, {_tuning(config)})"),
+        ("batches", f"{config.run.batches - version} to go, from version {version}"),
+        ("batch", f"{s.groups_per_batch} groups x {s.answers_per_group} answers = {answers} answers"),
+        ("updates", f"{updates} per batch, each on about {answers // a.updates_per_batch} answers"),
+        ("ahead", f"at most {capacity} groups untrained (staleness.max={config.staleness.max})"),
+        (
+            "answer",
+            f"at most {config.rollout.max_response_tokens} tokens at temperature {config.rollout.temperature}",
+        ),
+        ("engines", f"{config.rollout.replicas} x tensor parallel {config.rollout.tensor_parallel_size}"),
+        (
+            "learner",
+            f"{config.learner.ranks} rank(s), ZeRO-{config.learner.zero_stage}, lr {config.learner.learning_rate:g}",
+        ),
+    ]
+
+
+def _tuning(config: Config) -> str:
+    lora = config.model.lora
+    return f"LoRA rank {lora.rank}" if lora.rank else "full fine-tuning"
