@@ -24,7 +24,6 @@ import pytest
 
 from orchestrator.models import resolve_model
 
-HERE = Path(__file__).parent
 MARK = "HEADWAY_TEST_RUN"
 # The least of everything: no evaluation, no W&B, one thread per actor.
 SMALL = [
@@ -50,18 +49,6 @@ def tiny() -> str:
 def small() -> list[str]:
     """Overrides of a small, fast run."""
     return list(SMALL)
-
-
-@pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
-    """One Ray for all tests that hold actors themselves. Its CPUs are only counted, not owned."""
-    import ray
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))  # for stale_head.py
-        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-        yield
-        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

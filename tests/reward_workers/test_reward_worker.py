@@ -350,16 +350,11 @@ def test_f20_three_failed_starts_in_a_row_are_an_error(tmp_path: Path, caplog: p
     assert caplog.text.count("failed to start") == 3
 
 
-@pytest.fixture
-def ray() -> Iterator[Any]:
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
 @pytest.mark.engine
-def test_f21_f22_kill_the_process_then_the_actor(ray: Any) -> None:
+@pytest.mark.usefixtures("ray_session")
+def test_f21_f22_kill_the_process_then_the_actor() -> None:
+    import ray
+
     def slow(completion: str) -> float:
         time.sleep(float(completion))
         return 1.0
@@ -396,3 +391,4 @@ def test_f21_f22_kill_the_process_then_the_actor(ray: Any) -> None:
     (pid,) = ray.get(actor.start.remote(), timeout=30)
     ray.get(actor.close.remote(), timeout=30)
     assert not alive(pid)
+    ray.kill(actor)
