@@ -117,6 +117,7 @@ class Run:
         self.filter_on = prepared.filter_on
         self.report = BatchReport(prepared.filter_on, self.queue.counts)
         self.flights: dict[str, Flight] = {}
+        self.flying: set[asyncio.Task[None]] = set()
         self.outcomes: list[Outcome] = []
         self.changed = changed  # something happened that the loop may be waiting for
         self.dispatched = self.queue.counts.dispatched
@@ -227,7 +228,9 @@ class Run:
             flight = Flight(group_id, prompt, self.config.sampling.answers_per_group, self.version)
             self.flights[group_id] = flight
             self.queue.dispatched(group_id, prompt.prompt_id, prompt.epoch)
-            self.tasks.create_task(self._fly(flight), name=group_id)
+            task = self.tasks.create_task(self._fly(flight), name=group_id)
+            self.flying.add(task)
+            task.add_done_callback(self.flying.discard)
 
     def _wanted(self) -> int:
         """Groups that the rest of the run can still use: nothing is generated for batches that will never be."""
@@ -302,7 +305,7 @@ class Run:
     def _stop_flights(self) -> None:
         """The run is over: groups still in flight are given up, their prompts not used up."""
         self.over = True  # an answer that arrives in this moment may outrun its task's cancellation
-        for task in self.tasks._tasks.copy():
+        for task in self.flying.copy():
             task.cancel()
 
     # Learn and publish

