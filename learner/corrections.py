@@ -21,6 +21,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from learner.losses import MAX_LOG_RATIO
+
 __all__ = [
     "geometric_mask",
     "icepop",
@@ -34,8 +36,6 @@ __all__ = [
     "token_tis",
     "untruncated",
 ]
-
-MAX_LOG_RATIO = 20.0
 
 
 def untruncated(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:

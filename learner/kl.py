@@ -19,9 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["k1", "k2", "k3", "k3_unbiased"]
+from learner.losses import MAX_LOG_RATIO
 
-MAX_LOG_RATIO = 20.0
+__all__ = ["k1", "k2", "k3", "k3_unbiased"]
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

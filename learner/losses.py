@@ -45,7 +45,7 @@ FIXED_AGGREGATION: Mapping[str, tuple[str, ...]] = {
     "vespo": ("token_mean",),
 }
 
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0  # the one bound of all of the learner: beyond, exp has no usable gradient
 
 
 @dataclass(frozen=True)

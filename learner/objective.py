@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from learner.batch import MicroBatchTensors
-
-MAX_LOG_RATIO = 20.0  # as in the losses: beyond, exp has no usable gradient
+from learner.losses import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class Run:
         self.changed = changed  # something happened that the loop may be waiting for
         self.dispatched = self.queue.counts.dispatched
         self.metrics: dict[str, Any] = {}
-        self.phase = "starting"
+        self.sample: Sample | None = None
         self.over = False
 
     @property
@@ -435,7 +435,6 @@ class Run:
         self.metrics |= {name: value for name, value in record.items() if value is not None}
 
     def _show(self, phase: str) -> None:
-        self.phase = phase
         counts = {name.removeprefix("queue/"): int(n) for name, n in queue_gauges(self.queue.counts).items()}
         self.console.update(
             ConsoleState(
@@ -443,7 +442,7 @@ class Run:
                 phase=phase,
                 queue=counts,
                 metrics=dict(self.metrics),
-                sample=getattr(self, "sample", None),
+                sample=self.sample,
             )
         )
 
