@@ -4,9 +4,9 @@ A pure state machine: events are methods, each returns the commands that the dri
 clock, no I/O; the live run and a simulator drive it alike. A group (one dispatch of one prompt) passes
 
     dispatched -> generating -> scoring -> ready -> training -> trained
-                   ^  |   ^       |  |       |         |
-                   |  v   +-------+  +-------+---------+------> filtered | failed | stale | cancelled
-                  parked  (Resample)
+                   ^  |  (Resample)  |       |         |
+                   |  v              +-------+---------+------> filtered | failed | stale | cancelled
+                  parked ------------+
 
 Invariants, asserted after every event (`check` proves them at length):
 
@@ -15,6 +15,8 @@ Invariants, asserted after every event (`check` proves them at length):
 - Admission: generating + scoring + parked + ready + training <= (max_staleness + 1) * groups_per_batch, where
   a batch in training counts as a full one even if it was shrunk (it still makes every other group one version
   older). A group that is set aside gives its place back, which makes room for exactly one more prompt.
+  `run_ahead` may tighten admission for a while (then less is dispatched, nothing is thrown away) and loosen it
+  again up to max_staleness.
 - The hard bound: every ready group has at least `min_trainable` members within the bound at this version.
 - Order: ready groups are consumed oldest-dispatched first, and only those at most window_batches *
   groups_per_batch dispatches younger than the oldest unfinished group (0: strict, infinite: greedy). This
@@ -41,7 +43,6 @@ from typing import Any
 
 from orchestrator.sampling_types import (
     LIVE,
-    RETRYABLE,
     UNFINISHED,
     Batch,
     BatchGroup,
@@ -58,6 +59,7 @@ from orchestrator.sampling_types import (
     Starvation,
     Tally,
 )
+from orchestrator.staleness import StalenessPolicy
 
 
 class QueueError(RuntimeError):
@@ -70,6 +72,9 @@ _JUDGEMENTS = (
     "zero_variance",
     "all_right",
     "all_wrong",
+    "out_of_band",
+    "not_kept",
+    "stopped_early",
     "resampled_members",
     "excluded_members",
     "excluded_tokens",
@@ -99,7 +104,9 @@ class SamplingQueue:
     def __init__(self, settings: QueueSettings, version: int = 0) -> None:
         self.settings = settings
         self.policy = settings.policy
+        self._admission = self.policy
         self.version = version  # the learner's: of the last acknowledged publish
+        self._indexes = list(range(settings.answers_per_group))
         self._window = settings.window_batches * settings.groups_per_batch
         self._effort = (settings.max_dispatches_per_batch + settings.max_staleness) * settings.groups_per_batch
         self._dispatched = 0
@@ -136,9 +143,17 @@ class SamplingQueue:
         self._assert_bounds()
         return ()
 
-    def generated(self, group_id: str) -> Commands:
-        """All answers of the group are written (or failed); they are being scored."""
-        self._move(self._find(group_id, Stage.GENERATING), Stage.SCORING)
+    def generated(self, group_id: str, missing: Sequence[int] = ()) -> Commands:
+        """The answers of the group are written, but for the members `missing`, whose generation failed.
+
+        While there are retries left these are resampled; otherwise what there is is being scored.
+        """
+        group = self._find(group_id, Stage.GENERATING)
+        if missing and group.resamples < self.settings.member_retries:
+            group.resamples += 1
+            self._judgements["resampled_members"] += len(missing)
+            return (Resample(group_id, tuple(missing)),)
+        self._move(group, Stage.SCORING)
         return ()
 
     def parked(self, group_id: str) -> Commands:
@@ -151,37 +166,45 @@ class SamplingQueue:
         self._move(self._find(group_id, Stage.PARKED), Stage.GENERATING)
         return ()
 
-    def scored(self, group_id: str, members: Sequence[Member]) -> Commands:
-        """Every member of the group has an outcome; after a resample the new ones replace the old.
+    def stopped(self, group_id: str, members: Sequence[Member]) -> Commands:
+        """A parked group's judged members, the rest being overdue: if it can hardly become useful, it is filtered.
 
-        The group is, in this order of precedence: resampled, failed, filtered, stale, or ready.
+        That is so where the filter is on and all of them, at least half of the group, are equal. Otherwise nothing
+        happens, and the group is to be resumed.
+        """
+        group = self._find(group_id, Stage.PARKED)
+        scored = [member for member in members if member.reward is not None]
+        needed = max(self.settings.min_trainable, math.ceil(self.settings.answers_per_group / 2))
+        if not self.settings.filter or len(scored) < needed or not self._equal(scored):
+            return ()
+        self._judgements["stopped_early"] += 1
+        return (self._done(group, Stage.FILTERED, "stopped early: the answers in time do not differ"),)
+
+    def scored(self, group_id: str, members: Sequence[Member]) -> Commands:
+        """Every member of the group has an outcome.
+
+        The group is, in this order of precedence: failed, filtered, stale, or ready.
         """
         group = self._find(group_id, Stage.SCORING)
         settings = self.settings
-        members = tuple(sorted(members, key=lambda member: member.index))
-        if [member.index for member in members] != list(range(settings.answers_per_group)):
-            raise QueueError(
-                f"group {group_id} needs members 0 to {settings.answers_per_group - 1}, got "
-                f"{[member.index for member in members]}"
-            )
-        broken = tuple(member.index for member in members if member.status in RETRYABLE)
-        if broken and group.resamples < settings.member_retries:
-            group.resamples += 1
-            self._judgements["resampled_members"] += len(broken)
-            self._move(group, Stage.GENERATING)
-            return (Resample(group_id, broken),)
+        indexes = [member.index for member in members]
+        if indexes != self._indexes:
+            members = sorted(members, key=lambda member: member.index)
+            if sorted(indexes) != self._indexes:
+                last = settings.answers_per_group - 1
+                raise QueueError(f"group {group_id} needs members 0 to {last}, got {sorted(indexes)}")
         scored = [member for member in members if member.reward is not None]
         oldest = {member.index: member.oldest_version for member in scored if member.token_versions}
         if len(scored) < settings.min_scored or len(oldest) < settings.min_trainable:
             return (self._done(group, Stage.FAILED, _failure(members, settings.min_scored)),)
-        if not self._differs(scored) and settings.filter:
-            return (self._done(group, Stage.FILTERED, "rewards do not differ"),)
+        if (reason := self._filtered(scored)) is not None:
+            return (self._done(group, Stage.FILTERED, reason),)
         # Once the newest but one is over the bound, fewer than two members are trainable.
         newest = sorted(oldest.values(), reverse=True)
         group.expires = self.policy.expires(newest[settings.min_trainable - 1])
         if group.expires <= self.version:
             return (self._stale(group),)
-        group.members, group.oldest = members, oldest
+        group.members, group.oldest = tuple(members), oldest
         self._move(group, Stage.READY)
         return ()
 
@@ -198,6 +221,13 @@ class SamplingQueue:
     def prompts_exhausted(self) -> Commands:
         """The prompt stream has nothing to hand out now (an OfferAgain changes that)."""
         self._exhausted = True
+        return ()
+
+    def run_ahead(self, versions: int) -> Commands:
+        """Let generation run ahead by so many versions from now on, at most by max_staleness."""
+        if not 0 <= versions <= self.policy.max_staleness:
+            raise QueueError(f"generation may run 0 to {self.policy.max_staleness} versions ahead, not {versions}")
+        self._admission = StalenessPolicy(versions, self.settings.groups_per_batch)
         return ()
 
     def take_batch(self, *, shrink: bool = False) -> Batch | None:
@@ -328,7 +358,7 @@ class SamplingQueue:
 
     def _places(self) -> int:
         """Dispatches that admission and the effort bound allow, whatever prompts there are."""
-        return min(self.policy.room(self._claimed()), self._budget)
+        return min(self._admission.room(self._claimed()), self._budget)
 
     def _claimed(self) -> int:
         """Places in use: untrained groups, with a batch in training counted as a full one."""
@@ -336,27 +366,37 @@ class SamplingQueue:
             return len(self._groups)
         return len(self._groups) - len(self._training) + self.settings.groups_per_batch
 
-    def _differs(self, scored: Sequence[Member]) -> bool:
-        """Whether the group teaches a group-relative estimator: filter values and total rewards both differ.
+    def _filtered(self, scored: Sequence[Member]) -> str | None:
+        """Why the group of these members is set aside, None if it is kept."""
+        settings, judgements = self.settings, self._judgements
+        values = _filter_values(scored)
+        judgements["judged"] += 1
+        if max(values) - min(values) <= settings.filter_tolerance:
+            judgements["all_right" if sum(values) / len(values) > 0.5 else "all_wrong"] += 1
+        if self._equal(scored):
+            judgements["zero_variance"] += 1
+            if settings.filter:
+                return "rewards do not differ"
+        if (band := settings.pass_rate_band) is not None:
+            rate = sum(values) / len(values)
+            if not band[0] <= rate <= band[1]:
+                judgements["out_of_band"] += 1
+                return f"pass rate {rate:.3g} outside [{band[0]:g}, {band[1]:g}]"
+        if settings.keep is not None and not settings.keep(scored):
+            judgements["not_kept"] += 1
+            return "not kept by sampling.keep"
+        return None
 
-        Members without a filter value don't count; where none has one, the total rewards stand in.
-        """
-        rewards = [member.reward for member in scored if member.reward is not None]
-        values = [member.filter_value for member in scored if member.filter_value is not None] or rewards
+    def _equal(self, scored: Sequence[Member]) -> bool:
+        """Whether a group teaches a group-relative estimator nothing: filter values or total rewards do not differ."""
         tolerance = self.settings.filter_tolerance
-        equal_values = max(values) - min(values) <= tolerance
-        differs = not equal_values and max(rewards) - min(rewards) > tolerance
-        self._judgements["judged"] += 1
-        self._judgements["zero_variance"] += not differs
-        if equal_values:
-            self._judgements["all_right" if sum(values) / len(values) > 0.5 else "all_wrong"] += 1
-        return differs
+        values, rewards = _filter_values(scored), [member.reward for member in scored if member.reward is not None]
+        return max(values) - min(values) <= tolerance or max(rewards) - min(rewards) <= tolerance
 
     def _take(self, group: _Group) -> BatchGroup:
         """Ready to training."""
-        trainable = tuple(
-            index for index, oldest in group.oldest.items() if self.policy.trainable(self.version, oldest)
-        )
+        bound = self.policy.oldest_trainable(self.version)
+        trainable = tuple([index for index, oldest in group.oldest.items() if oldest >= bound])
         if len(trainable) < len(group.oldest):
             excluded = group.oldest.keys() - set(trainable)
             self._judgements["excluded_members"] += len(excluded)
@@ -426,6 +466,12 @@ class SamplingQueue:
         total = sum(self._stages.values())
         if total != self._dispatched or len(self._groups) > self.policy.capacity:
             raise QueueError(f"conservation or admission is broken (capacity {self.policy.capacity}): {self.counts}")
+
+
+def _filter_values(scored: Sequence[Member]) -> list[float]:
+    """Members without a filter value don't count; where none has one, the total rewards stand in."""
+    values = [member.filter_value for member in scored if member.filter_value is not None]
+    return values or [member.reward for member in scored if member.reward is not None]
 
 
 def _failure(members: Sequence[Member], needed: int) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from orchestrator.staleness import BatchStaleness, StalenessPolicy, batch_staleness
 from rollout_workers.trajectory import Status, Trajectory
@@ -24,7 +26,7 @@ class Stage(enum.StrEnum):
     READY = "ready"
     TRAINING = "training"
     TRAINED = "trained"
-    FILTERED = "filtered"  # its rewards do not differ
+    FILTERED = "filtered"  # it teaches nothing: its rewards do not differ, or another filter says so
     FAILED = "failed"  # too few members could be generated or scored
     STALE = "stale"  # too few members are within the staleness bound
     CANCELLED = "cancelled"
@@ -32,7 +34,6 @@ class Stage(enum.StrEnum):
 
 UNFINISHED = frozenset({Stage.GENERATING, Stage.SCORING, Stage.PARKED})
 LIVE = UNFINISHED | {Stage.READY, Stage.TRAINING}
-RETRYABLE = frozenset({Status.ERRORED, Status.TIMED_OUT})  # reasons of the infrastructure, not of the data
 
 
 class OnStarved(enum.StrEnum):
@@ -45,12 +46,18 @@ class OnStarved(enum.StrEnum):
 
 @dataclass(frozen=True)
 class QueueSettings:
-    """The queue's settings. ValueError, naming the key, for one that could deadlock or train nothing."""
+    """The queue's settings. ValueError, naming the key, for one that could deadlock or train nothing.
+
+    `filter` sets groups aside whose rewards do not differ, `pass_rate_band` those whose mean filter value is outside of
+    it (ends included), `keep` those of whose scored members it says False; in this order, each only where it is set.
+    """
 
     groups_per_batch: int
     answers_per_group: int
     filter: bool
     filter_tolerance: float = 1e-6
+    pass_rate_band: tuple[float, float] | None = None
+    keep: Callable[[Sequence[Member]], bool] | None = None
     min_scored_fraction: float = 1.0
     window_batches: float = 1.0
     max_dispatches_per_batch: int = 10  # times groups_per_batch
@@ -66,7 +73,7 @@ class QueueSettings:
             "sampling.window_batches": (self.window_batches, 0),
             "sampling.max_dispatches_per_batch": (self.max_dispatches_per_batch, 1),
             "staleness.max": (self.max_staleness, 0),
-            "member_retries": (self.member_retries, 0),
+            "rollout.retries": (self.member_retries, 0),
         }
         for key, (value, minimum) in least.items():
             if not value >= minimum:  # so put, it refuses nan too
@@ -75,6 +82,9 @@ class QueueSettings:
             raise ValueError(f"sampling.filter_tolerance must be finite, at least 0; got {self.filter_tolerance}")
         if not 0 < self.min_scored_fraction <= 1:
             raise ValueError(f"sampling.min_scored_fraction must be in (0, 1]; got {self.min_scored_fraction}")
+        if self.pass_rate_band is not None and not self.pass_rate_band[0] <= self.pass_rate_band[1]:
+            low, high = self.pass_rate_band
+            raise ValueError(f"sampling.pass_rate_band must be [low, high] with low <= high; got [{low}, {high}]")
 
     @property
     def policy(self) -> StalenessPolicy:
@@ -92,17 +102,8 @@ class QueueSettings:
         return max(math.ceil(share - 1e-9), self.min_trainable)
 
 
-@dataclass(frozen=True)
-class Member:
-    """What the queue knows of one answer of a group.
-
-    `reward` is a number exactly when `status` is scored. `filter_value` is the component named by
-    `sampling.filter_on`, None where that component skipped this answer. `token_versions` are `(version, token
-    count)` spans as the engine reported them; together they are `response_length` tokens. A member whose
-    generation failed is `Member(index, Status.ERRORED)`.
-    """
-
-    index: int
+class _MemberFields(NamedTuple):
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs of a member
     status: Status
     reward: float | None = None
     filter_value: float | None = None
@@ -110,19 +111,39 @@ class Member:
     response_length: int = 0
     truncated: bool = False
 
-    def __post_init__(self) -> None:
-        if (self.status is Status.SCORED) != (self.reward is not None):
-            raise ValueError(
-                f"member {self.index}: a reward is a number or a status, got {self.reward} with {self.status}"
-            )
-        for value in (self.reward, self.filter_value):
+
+class Member(_MemberFields):
+    """What the queue knows of one answer of a group.
+
+    `reward` is a number exactly when `status` is scored. `filter_value` is the component named by
+    `sampling.filter_on`, None where that component skipped this answer. `token_versions` are `(version, token
+    count)` spans as the engine reported them; together they are `response_length` tokens. A member whose
+    generation failed is `Member(index, Status.ERRORED)`.
+
+    A tuple, because a simulation makes millions: `Member._make(values)` leaves the checks out.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        index: int,
+        status: Status,
+        reward: float | None = None,
+        filter_value: float | None = None,
+        token_versions: tuple[tuple[int, int], ...] = (),
+        response_length: int = 0,
+        truncated: bool = False,
+    ) -> Member:
+        if (status is Status.SCORED) != (reward is not None):
+            raise ValueError(f"member {index}: a reward is a number or a status, got {reward} with {status}")
+        for value in (reward, filter_value):
             if value is not None and not math.isfinite(value):
-                raise ValueError(f"member {self.index}: a reward must be finite, got {value}")
-        tokens = sum([count for _, count in self.token_versions])
-        if tokens != self.response_length:
-            raise ValueError(
-                f"member {self.index}: version spans cover {tokens} of {self.response_length} sampled tokens"
-            )
+                raise ValueError(f"member {index}: a reward must be finite, got {value}")
+        tokens = sum([count for _, count in token_versions])
+        if tokens != response_length:
+            raise ValueError(f"member {index}: version spans cover {tokens} of {response_length} sampled tokens")
+        return cls._make((index, status, reward, filter_value, token_versions, response_length, truncated))
 
     @classmethod
     def of(cls, trajectory: Trajectory, filter_on: str) -> Member:
@@ -143,12 +164,12 @@ class Member:
     @property
     def oldest_version(self) -> int:
         """Version of its oldest token; only for a member that has tokens."""
-        return min([version for version, _ in self.token_versions])
+        return min(self.token_versions)[0]
 
 
 @dataclass(frozen=True)
 class Resample:
-    """Generate (or grade) these members again; then report the whole group scored once more."""
+    """Generate these members again, elsewhere if possible; then report the group generated once more."""
 
     group_id: str
     indexes: tuple[int, ...]
@@ -209,8 +230,9 @@ class Tally:
 
     `judged` groups had enough scored members; `zero_variance` of these do not differ, by filter value or by
     total reward, filtered or not. Where the filter values are equal they are `all_right` if their mean is
-    above 0.5 and `all_wrong` otherwise (the queue does not know the best possible value). `excluded_members`
-    and `excluded_tokens` are answers of trained groups left out of the loss by the staleness bound.
+    above 0.5 and `all_wrong` otherwise (the queue does not know the best possible value). `out_of_band`,
+    `not_kept` and `stopped_early` say of filtered groups why, where it was not for want of variance alone.
+    `excluded_members` and `excluded_tokens` are answers of trained groups left out of the loss by the staleness bound.
     """
 
     judged: int = 0
@@ -218,6 +240,9 @@ class Tally:
     all_right: int = 0
     all_wrong: int = 0
     filtered: int = 0
+    out_of_band: int = 0
+    not_kept: int = 0
+    stopped_early: int = 0
     failed: int = 0
     stale: int = 0
     cancelled: int = 0
@@ -287,8 +312,9 @@ class Starvation:
         why = "the prompts are exhausted" if self.exhausted else "sampling.max_dispatches_per_batch is spent"
         return (
             f"The data can't fill a batch: {self.ready} of {self.wanted} groups are ready and {why}. "
-            f"Since the last batch {t.filtered} groups were filtered ({t.all_right} all right, {t.all_wrong} "
-            f"all wrong), {t.failed} failed, {t.stale} stale, {t.cancelled} cancelled. {self.suggestion}"
+            f"Since the last batch {t.filtered} groups were filtered ({t.all_right} all right, {t.all_wrong} all wrong, "
+            f"{t.out_of_band + t.not_kept} by other filters), {t.failed} failed, {t.stale} stale, {t.cancelled} cancelled. "
+            f"{self.suggestion}"
         )
 
     @property
@@ -297,6 +323,9 @@ class Starvation:
         causes = {
             "Most prompts are too easy by now: use harder data.": t.all_right,
             "Most prompts are too hard: use easier data, more answers per group or longer ones.": t.all_wrong,
+            "Most groups are outside sampling.pass_rate_band or refused by sampling.keep: loosen these.": (
+                t.out_of_band + t.not_kept
+            ),
             "Most groups failed: see the log for what the workers reported.": t.failed,
             "Most groups were too old: raise staleness.max or shorten the answers.": t.stale,
         }

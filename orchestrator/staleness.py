@@ -8,10 +8,12 @@ sampled tokens, as the engine reported them. It has two parts that add up to it:
 
 Two mechanisms bound it. Admission bounds the aggregate and wastes nothing: groups that are dispatched and
 not yet trained never exceed `capacity`, so generation is at most `max_staleness` batches ahead of the batch
-in training. A batch counts as untrained until its version is acknowledged. `trainable` is the hard bound for
-each trajectory, applied at consumption.
+in training. A batch counts as untrained until its version is acknowledged. `oldest_trainable` is the hard bound
+for each trajectory, applied at consumption.
 
-Pure: no clock, no I/O, no state.
+`AdaptiveBound` moves the first mechanism within the second one's limit: it lets generation run less far ahead
+while what comes back is too far off-policy. `StalenessPolicy` and the summaries are pure; nothing here has a
+clock or I/O.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 TokenVersions = Sequence[tuple[int, int]]  # (version, number of tokens sampled under it), one entry per span
 
@@ -71,13 +74,52 @@ class StalenessPolicy:
         """How many more groups may be dispatched beside `untrained` ones."""
         return max(0, self.capacity - untrained)
 
-    def trainable(self, learner_version: int, oldest: int) -> bool:
-        """Whether a trajectory whose oldest token is of version `oldest` is within the bound."""
-        return learner_version < self.expires(oldest)
+    def oldest_trainable(self, learner_version: int) -> int:
+        """The oldest version that a token may have for its trajectory to be within the bound."""
+        return learner_version - self.max_staleness
 
     def expires(self, oldest: int) -> int:
         """The first learner version at which a trajectory with this oldest version is over the bound."""
         return oldest + self.max_staleness + 1
+
+
+class AdaptiveBound:
+    """How many versions generation may run ahead, from how far off-policy the batches turn out to be.
+
+    A batch whose effective sample size is below `min_ess` (a share of its tokens) or whose mismatch KL is above
+    `max_kl` (nats a token) halves the bound; `patience` batches in a row within both limits raise it by one, up to
+    `max_staleness`: additive increase, multiplicative decrease, as a sender finds a network's capacity. What is
+    dispatched already is not touched.
+    """
+
+    def __init__(self, max_staleness: int, *, min_ess: float, max_kl: float, patience: int) -> None:
+        self.versions = max_staleness
+        self._max_staleness = max_staleness
+        self._min_ess = min_ess
+        self._max_kl = max_kl
+        self._patience = patience
+        self._good = 0  # batches in a row within the limits
+
+    def observe(self, ess: float, kl: float) -> int:
+        """Take one batch's figures in; the bound from now on. Figures that are not finite count as over the limit."""
+        if ess >= self._min_ess and kl <= self._max_kl:
+            self._good += 1
+            if self._good >= self._patience:
+                self._good = 0
+                self.versions = min(self.versions + 1, self._max_staleness)
+        else:
+            self._good = 0
+            self.versions //= 2
+        return self.versions
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"versions": self.versions, "good": self._good}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; a smaller `max_staleness` than before limits it."""
+        self.versions = min(state["versions"], self._max_staleness)
+        self._good = state["good"]
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.staleness import StalenessPolicy, batch_staleness, in_flight, in_queue, staleness
+from orchestrator.staleness import AdaptiveBound, StalenessPolicy, batch_staleness, in_flight, in_queue, staleness
 
 SPANS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 50)), min_size=1, max_size=5)
 
@@ -20,7 +23,7 @@ def test_capacity_is_one_batch_and_one_more_per_version_of_lag() -> None:
 
 def test_f33_no_exact_version_match_is_needed() -> None:
     policy = StalenessPolicy(max_staleness=2, groups_per_batch=1)
-    assert [version for version in (4, 3, 2) if policy.trainable(5, version)] == [4, 3]
+    assert policy.oldest_trainable(5) == 3
 
 
 def test_staleness_of_a_trajectory_that_spans_versions() -> None:
@@ -87,7 +90,45 @@ def test_summary_agrees_with_the_definition(learner_version: int, trajectories: 
 def test_the_bound_and_its_expiry_agree(maximum: int, learner_version: int, lag: int, untrained: int) -> None:
     policy = StalenessPolicy(maximum, groups_per_batch=4)
     oldest = learner_version - lag
-    assert policy.trainable(learner_version, oldest) == (lag <= maximum)
-    assert policy.trainable(policy.expires(oldest) - 1, oldest)
-    assert not policy.trainable(policy.expires(oldest), oldest)
+    assert (oldest >= policy.oldest_trainable(learner_version)) == (lag <= maximum)
+    assert policy.oldest_trainable(policy.expires(oldest) - 1) <= oldest
+    assert policy.oldest_trainable(policy.expires(oldest)) > oldest
     assert 0 <= policy.room(untrained) <= policy.capacity
+
+
+# The adaptive bound
+
+
+def adaptive(max_staleness: int = 8, patience: int = 2) -> AdaptiveBound:
+    return AdaptiveBound(max_staleness, min_ess=0.5, max_kl=0.1, patience=patience)
+
+
+def test_the_bound_halves_on_bad_batches_and_grows_by_one_after_good_ones() -> None:
+    bound = adaptive()
+    assert [bound.observe(ess, kl) for ess, kl in ((0.4, 0.0), (0.9, 0.2))] == [4, 2]
+    assert [bound.observe(0.5, 0.1) for _ in range(5)] == [2, 3, 3, 4, 4]
+    bound.observe(0.1, 0.0)  # a bad batch also ends the row of good ones
+    assert [bound.observe(0.9, 0.0) for _ in range(2)] == [2, 3]
+
+
+def test_a_figure_that_is_not_finite_tightens() -> None:
+    assert adaptive().observe(math.nan, 0.0) == 4
+    assert adaptive().observe(1.0, math.inf) == 4
+
+
+def test_the_bound_goes_on_from_its_state() -> None:
+    bound = adaptive()
+    for ess in (0.1, 0.9):
+        bound.observe(ess, 0.0)
+    state = json.loads(json.dumps(bound.state()))
+    again, smaller = adaptive(), adaptive(max_staleness=3)
+    again.restore(state)
+    smaller.restore(state)
+    assert (again.versions, smaller.versions) == (4, 3)
+    assert again.observe(0.9, 0.0) == 5
+
+
+@given(figures=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1))), max_staleness=st.integers(0, 9))
+def test_the_bound_stays_within_its_limits(figures: list[tuple[float, float]], max_staleness: int) -> None:
+    bound = adaptive(max_staleness)
+    assert all(0 <= bound.observe(ess, kl) <= max_staleness for ess, kl in figures)
