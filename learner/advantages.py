@@ -18,12 +18,15 @@ is an option everywhere.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from learner.group_relative import GROUP_RELATIVE as GROUP_RELATIVE
 
 __all__ = [
     "dr_grpo",
@@ -38,19 +41,15 @@ __all__ = [
     "rloo",
 ]
 
-# Methods that only compare the members of a group: they need at least two, and learn nothing from equal ones.
-GROUP_RELATIVE: frozenset[str] = frozenset(
-    {"dr_grpo", "gdpo", "grpo", "lite_ppo", "maxrl", "opo", "reinforce_pp_baseline", "rloo"}
-)
 
-
-def needs(method: Callable[..., Any]) -> set[str]:
+@functools.cache
+def needs(method: Callable[..., Any]) -> frozenset[str]:
     """Names of the data that `method` wants: its keyword-only arguments without a default."""
-    return {
+    return frozenset(
         name
         for name, parameter in inspect.signature(method).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-    }
+    )
 
 
 def _ddof(std: str) -> int:

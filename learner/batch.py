@@ -54,9 +54,16 @@ MicroBatch = tuple[PackedRow, ...]
 
 @dataclass(frozen=True)
 class RankPlan:
-    """`updates[u]` are the micro-batches of this rank in optimizer update `u`, epochs after one another."""
+    """What one rank does with a batch that improves `version`.
+
+    `updates[u]` are its micro-batches in optimizer update `u` of an epoch; `epochs` of these follow one another. Metrics
+    tell stalenesses up to `max_staleness` apart.
+    """
 
     updates: tuple[tuple[MicroBatch, ...], ...]
+    version: int
+    max_staleness: int
+    epochs: int = 1
 
     @property
     def payloads(self) -> tuple[int, ...]:
@@ -78,11 +85,14 @@ def packed_length(packed: PackedRow) -> int:
 def plan_updates(
     updates: Sequence[Sequence[Sequence[Row]]],
     *,
+    version: int,
+    max_staleness: int,
+    epochs: int = 1,
     ranks: int,
     max_tokens: int,
     share_prefixes: bool,
 ) -> list[RankPlan]:
-    """One plan per rank. `updates[u][g]` are the trainable rows of group g in optimizer update u."""
+    """One plan per rank. `updates[u][g]` are the trainable rows of group g in optimizer update u of an epoch."""
     per_rank: list[list[tuple[MicroBatch, ...]]] = [[] for _ in range(ranks)]
     for groups in updates:
         packed_rows = [
@@ -92,7 +102,7 @@ def plan_updates(
         count = max(1, *(len(share) for share in shares))
         for plan, share in zip(per_rank, shares, strict=True):
             plan.append(tuple(share + [()] * (count - len(share))))
-    return [RankPlan(tuple(plan)) for plan in per_rank]
+    return [RankPlan(tuple(plan), version, max_staleness, epochs) for plan in per_rank]
 
 
 def _pack(group: Sequence[Row], max_tokens: int) -> list[PackedRow]:

@@ -3,20 +3,19 @@ against.
 
 Contract. Every selectable method (`__all__`) is called `method(old_logprobs, behaviour_logprobs,
 response_mask, **data, **options) -> weights`; all tensors are [B, T], one whole row an answer.
-`behaviour_logprobs` are the engine's, `old_logprobs` those of the proximal policy that the learner
-recomputed; rho = exp(old - behaviour), the difference (and its sum over a row) clamped to +-20 before exp.
+`behaviour_logprobs` are the engine's, `old_logprobs` those of the proximal policy, which the loss takes its
+ratio against; rho = exp(old - behaviour), the difference (and its sum over a row) clamped to +-20 before exp.
 The weights carry no gradient, are 0 outside the mask, and multiply the token losses; a weight of 0 takes a
 token out of the numerator only, so the aggregation's weights stay those of the whole batch.
 
 They belong to a loss whose ratio is current over old. A loss whose ratio is current over behaviour already
-has the correction in it: weighting it again would count the mismatch twice.
+has the correction in it: weighting it again would count the mismatch twice. Those in `MASKS` only drop
+tokens, so they may go with such a loss too; `old_logprobs` are then the current policy's.
 
-Below the selectable methods: measures of the mismatch, and approximations of the proximal policy.
+Below the selectable methods: statistics of rows, and approximations of the proximal policy.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -36,6 +35,9 @@ __all__ = [
     "token_tis",
     "untruncated",
 ]
+
+# Those whose weights are 0 and 1: they choose tokens and correct no distribution.
+MASKS = frozenset({"geometric_mask", "negative_sequence_mask", "probability_gap_mask", "sequence_k3_mask"})
 
 
 def untruncated(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
@@ -202,58 +204,16 @@ def effective_sample_size(weights: Tensor, response_mask: Tensor) -> Tensor:
     return kept.sum().square() / kept.square().sum()
 
 
-# Measures of the mismatch
-
-
-def mismatch_moments(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """What `mismatch_metrics` needs, as float64 scalars that combine exactly over micro-batches and ranks:
-    keys that begin with `max_` by the maximum, all others by the sum.
-    """
-    mask = response_mask.bool()
-    log_ratio = _log_ratio(old_logprobs, behaviour_logprobs, mask)[mask].double()
-    gap = (_masked(old_logprobs, mask).exp() - _masked(behaviour_logprobs, mask).exp())[mask].double()
-    ratio, zero = log_ratio.exp(), log_ratio.new_zeros(1)
-    return {
-        "tokens": mask.sum().double(),
-        "k1": -log_ratio.sum(),
-        "k3": (log_ratio.expm1() - log_ratio).sum(),
-        "log_ratio_squared": log_ratio.square().sum(),
-        "ratio": ratio.sum(),
-        "ratio_squared": ratio.square().sum(),
-        "max_ratio": torch.cat([ratio, zero]).max(),
-        "max_logprob_gap": torch.cat([log_ratio.abs(), zero]).max(),
-        "max_probability_gap": torch.cat([gap.abs(), zero]).max(),
-    }
-
-
-def mismatch_metrics(moments: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Means over all tokens, from combined `mismatch_moments`; empty without tokens.
-
-    `kl` and `kl_k3` estimate KL(behaviour || old), `m2` is the second moment that M2PO bounds
-    (arXiv:2510.01161), `ess` the effective sample size of the untruncated ratios as a share of the tokens.
-    """
-    m = {name: float(value) for name, value in moments.items()}
-    tokens = m["tokens"]
-    if tokens == 0:
-        return {}
-    return {
-        "kl": m["k1"] / tokens,
-        "kl_k3": m["k3"] / tokens,
-        "m2": m["log_ratio_squared"] / tokens,
-        "ratio_mean": m["ratio"] / tokens,
-        "ratio_max": m["max_ratio"],
-        "ess": m["ratio"] ** 2 / m["ratio_squared"] / tokens,
-        "max_logprob_gap": m["max_logprob_gap"],
-        "max_probability_gap": m["max_probability_gap"],
-    }
-
-
 # The proximal policy
 
 
-def proximal_share(behaviour_version: Tensor, proximal_version: Tensor, current_version: Tensor) -> Tensor:
-    """How far the proximal policy lies from behaviour (0) to current (1), by version numbers; 0 for a
-    token the current version wrote. Any shapes that broadcast. A-3PO, arXiv:2512.06547.
+def proximal_share(behaviour_version: Tensor, proximal_version: Tensor | int, current_version: Tensor | int) -> Tensor:
+    """How far the proximal policy lies from behaviour (0) to current (1), by version numbers: (proximal -
+    behaviour) / (current - behaviour); 0 for a token the current version wrote. Any shapes that broadcast.
+    A-3PO, arXiv:2512.06547: the proximal policy is one version behind the current one.
+
+    For a batch that improves version n, n is the proximal and n + 1, the one being made, the current version.
+    A token of staleness s has share s / (s + 1): 0 where version n itself wrote it, and 1/2 one version later.
     """
     behind = current_version - behaviour_version
     share = (proximal_version - behaviour_version) / behind.clamp(min=1)

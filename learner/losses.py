@@ -8,9 +8,9 @@ that overflows in exp has no usable gradient, whatever is done to it afterwards.
 positions (prompt, tool output, padding) is never read, be it NaN.
 
 The loss is sum(weight * token_loss) with the weights of `learner.aggregation`. Losses in
-`FIXED_AGGREGATION` are defined with one aggregation only. Sequence-level losses put their row's loss on
-each of its tokens, so that `seq_mean_token_mean` gives the mean over rows; they use one advantage per row
-(the mean of its tokens').
+`FIXED_AGGREGATION` are defined with one aggregation only, those in `FIXED_PROXIMAL` with some old policies
+only. Sequence-level losses put their row's loss on each of its tokens, so that `seq_mean_token_mean` gives
+the mean over rows; they use one advantage per row (the mean of its tokens').
 """
 
 from __future__ import annotations
@@ -43,6 +43,15 @@ FIXED_AGGREGATION: Mapping[str, tuple[str, ...]] = {
     "gspo_token": ("seq_mean_token_mean",),
     "luspo": ("seq_mean_token_mean",),
     "vespo": ("token_mean",),
+}
+
+# The policies that `old_logprobs` may be of, where that is not free (algorithm.proximal); all others take any.
+FIXED_PROXIMAL: Mapping[str, tuple[str, ...]] = {
+    # The trust region is around the policy that wrote the tokens (arXiv:2602.04879), not around a recomputed one.
+    "dppo_kl": ("behaviour",),
+    "dppo_tv": ("behaviour",),
+    # No ratio: of an interpolated policy's importance weight the other half would be missing.
+    "reinforce": ("behaviour", "recompute"),
 }
 
 MAX_LOG_RATIO = 20.0  # the one bound of all of the learner: beyond, exp has no usable gradient

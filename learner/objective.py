@@ -1,10 +1,18 @@
-"""The loss of one micro-batch, composed from the chosen parts, and the sums that its metrics need.
+"""The loss of one micro-batch, composed from the chosen parts, and the counts that its metrics need.
 
     loss = sum over sampled tokens of  token_weight * (policy loss * correction + kl_coefficient * KL - entropy_coefficient * H)
 
 `token_weight` holds every normaliser and was computed for the whole optimizer update, so losses of micro-batches and
-ranks simply add up. The denominator of the policy ratio is either the behaviour policy (the engine's logprobs) or a
-proximal policy recomputed by the learner; only in the latter case an off-policy correction multiplies in.
+ranks simply add up. Three policies are told apart: behaviour wrote the tokens (the engine's logprobs), current is being
+optimised, and proximal is the denominator of the policy ratio:
+
+- `behaviour`: the behaviour policy itself. The ratio then holds the whole off-policy correction, so no importance weight
+  may multiply in; a correction that only drops tokens (`learner.corrections.MASKS`) may, and compares current and behaviour.
+- `recompute`: the learner's policy before the batch's first update.
+- `interpolate`: between behaviour and current by version numbers, without a forward pass; see
+  `learner.corrections.proximal_share`.
+
+With the last two the correction is the importance weight of proximal over behaviour.
 """
 
 from __future__ import annotations
@@ -15,41 +23,33 @@ from typing import Any
 
 import torch
 
+from learner import mismatch
+from learner.advantages import needs
 from learner.batch import MicroBatchTensors
-from learner.losses import MAX_LOG_RATIO
+from learner.corrections import interpolate_loglinear, proximal_share
+from learner.tally import Tally
+
+PROXIMAL = ("behaviour", "recompute", "interpolate")
+# What corrections and KL estimators can ask for by the name of a keyword-only argument.
+CORRECTION_DATA = frozenset({"advantages"})  # float32 [R, L]
+KL_DATA = frozenset({"old_logprobs"})  # float32 [R, L], of the policy that wrote the tokens
 
 
 @dataclass(frozen=True)
 class Objective:
-    """`loss`, `correction` and `kl` are functions of learner.losses, learner.corrections and learner.kl (or a user's)."""
+    """`loss`, `correction` and `kl` are functions of learner.losses, learner.corrections and learner.kl (or a user's).
+
+    Which of them go together is for the caller to see to, by `learner.losses.FIXED_PROXIMAL` and `learner.corrections.MASKS`.
+    """
 
     loss: Callable[..., Any]
     loss_options: Mapping[str, Any] = field(default_factory=dict)
+    proximal: str = "behaviour"
     correction: Callable[..., torch.Tensor] | None = None
     correction_options: Mapping[str, Any] = field(default_factory=dict)
-    kl: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    kl: Callable[..., torch.Tensor] | None = None
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
-
-
-@dataclass
-class Tally:
-    """Sums and maxima over sampled tokens, to be added up over micro-batches and ranks before any division."""
-
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
-
-    def add(self, **values: torch.Tensor | float) -> None:
-        for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
-
-    def raise_to(self, **values: torch.Tensor | float) -> None:
-        for name, value in values.items():
-            self.maxima[name] = max(self.maxima.get(name, float("-inf")), float(value))
-
-    def merge(self, other: Tally) -> None:
-        self.add(**other.sums)
-        self.raise_to(**other.maxima)
 
 
 def micro_batch_loss(
@@ -58,59 +58,61 @@ def micro_batch_loss(
     logprobs: torch.Tensor,
     entropy: torch.Tensor,
     *,
+    version: int,
+    max_staleness: int,
+    first_pass: bool = True,
     proximal_logprobs: torch.Tensor | None = None,
     ref_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Tally]:
     """Loss (scalar, its gradient is this micro-batch's share) and tally; tensors are float32 [R, L].
 
-    `proximal_logprobs` None means the behaviour policy is the denominator. A behaviour logprob that the engine
-    could not give (NaN) counts as the learner's own: a ratio of 1, with the gradient of the loss kept.
+    `version` is the one that the batch improves, `max_staleness` the last staleness that the tally tells apart.
+    `first_pass` says that no earlier forward pass of the batch saw these tokens: only then is the mismatch counted.
+    `proximal_logprobs`, only with proximal `recompute`, are of before the first update; None: nothing was updated yet, so
+    they are those of this pass. A behaviour logprob that the engine could not give (NaN) counts as the learner's own.
     """
     mask = batch.response_mask
     current = logprobs.detach()
-    behaviour = torch.where(torch.isfinite(batch.behaviour_logprobs), batch.behaviour_logprobs, current)
-    old = behaviour if proximal_logprobs is None else proximal_logprobs
-    terms = objective.loss(logprobs, old, batch.advantages.expand_as(logprobs), mask, **objective.loss_options)
+    own = current if proximal_logprobs is None else proximal_logprobs
+    reported = batch.behaviour_logprobs.isfinite()
+    behaviour = torch.where(reported, batch.behaviour_logprobs, own)
+    if objective.proximal == "interpolate":
+        share = proximal_share(batch.versions, version, version + 1)
+        old = interpolate_loglinear(current, behaviour, share)
+    else:
+        old = own if objective.proximal == "recompute" else behaviour
+    advantages = batch.advantages.expand_as(logprobs)
+    terms = objective.loss(logprobs, old, advantages, mask, **objective.loss_options)
     token_loss = terms.token_loss
+    counted = {"tokens": mask, "entropy": entropy, "ppo_kl": old - current, "clipped": terms.clipped}
     if objective.correction is not None:
-        token_loss = token_loss * objective.correction(old, behaviour, mask, **objective.correction_options)
-    tally = Tally()
+        compared = current if objective.proximal == "behaviour" else old
+        data = _wanted(objective.correction, {"advantages": advantages}, objective.correction_options)
+        weights = objective.correction(compared, behaviour, mask, **data)
+        token_loss = token_loss * weights
+        counted |= {"correction": weights, "masked": weights == 0}
     if objective.kl is not None and ref_logprobs is not None:
-        kl = torch.where(mask, objective.kl(logprobs, ref_logprobs), 0.0)
+        data = _wanted(objective.kl, {"old_logprobs": behaviour}, {})
+        kl = torch.where(mask, objective.kl(logprobs, ref_logprobs, **data), 0.0)
         token_loss = token_loss + objective.kl_coefficient * kl
-        tally.add(kl_ref=kl.detach().sum())
+        counted["kl_ref"] = kl.detach()
     if objective.entropy_coefficient:
         token_loss = token_loss - objective.entropy_coefficient * torch.where(mask, entropy, 0.0)
-    loss = (batch.token_weights * torch.where(mask, token_loss, 0.0)).sum()
+    token_loss = batch.token_weights * torch.where(mask, token_loss, 0.0)
+    counted["loss"] = token_loss
+    sampled = (batch.answer, batch.offset)
     with torch.no_grad():
-        _observe(tally, batch, current, entropy, behaviour, old, terms.clipped)
-        tally.add(loss=loss)
-    return loss, tally
+        sums, maxima = {name: values.detach()[sampled] for name, values in counted.items()}, {}
+        if first_pass:
+            sums |= mismatch.sums(own[sampled], behaviour[sampled], reported[sampled])
+            maxima = mismatch.maxima(own[sampled], behaviour[sampled])
+        staleness = (version - batch.versions[sampled]).clamp(max=max_staleness)
+        tally = Tally.of(staleness, stalenesses=max_staleness + 1, sums=sums, maxima=maxima)
+    return token_loss.sum(), tally
 
 
-def _observe(
-    tally: Tally,
-    batch: MicroBatchTensors,
-    logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-    behaviour: torch.Tensor,
-    old: torch.Tensor,
-    clipped: torch.Tensor,
-) -> None:
-    mask = batch.response_mask
-    if not mask.any():
-        return
-    log_ratio = (logprobs - behaviour)[mask].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    tally.add(
-        tokens=mask.sum(),
-        entropy=entropy[mask].sum(),
-        ppo_kl=(old - logprobs)[mask].sum(),
-        clipped=(clipped & mask).sum(),
-        # KL(behaviour || learner) per token by the k3 estimator: samples come from the behaviour policy.
-        mismatch_kl=(ratio - 1 - log_ratio).sum(),
-        ratio=ratio.sum(),
-        ratio_squared=(ratio**2).sum(),
-        missing_logprobs=(~torch.isfinite(batch.behaviour_logprobs[mask])).sum(),
-    )
-    tally.raise_to(ratio_max=ratio.max())
+def _wanted(
+    method: Callable[..., Any], supplied: Mapping[str, torch.Tensor], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keyword arguments of a call: options, and the supplied data that the method asks for."""
+    return {name: supplied[name] for name in needs(method) & supplied.keys()} | dict(options)

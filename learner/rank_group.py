@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from learner.batch import RankPlan
-from learner.objective import Tally
+from learner.tally import Tally
 from learner.worker import LearnerRank, LearnerSettings, LearnReport
 from rollout_workers.weights.manifest import Manifest
 

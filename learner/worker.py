@@ -11,6 +11,7 @@ global (`Row.token_weight`), so the loss is multiplied by the number of ranks an
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import os
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     import torch
 
     from learner.objective import Objective
+    from learner.perturbation import Perturbation
     from learner.policy import PolicySettings
+    from learner.tally import Tally
     from rollout_workers.weights.trainer_side import NCCLSender
 
 logger = logging.getLogger(__name__)
@@ -53,17 +56,16 @@ class LearnerSettings:
     adam_betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
     offload: bool = False
-    recompute_proximal: bool = False
     threads: int | None = None
     bucket_bytes: int = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class LearnReport:
-    """Of one rank and batch. Sums and maxima are over its sampled tokens; norms and rates per optimizer step."""
+    """Of one rank and batch. Sums and maxima are a `learner.tally.Tally`'s; norms and rates per optimizer step."""
 
-    sums: dict[str, float]
-    maxima: dict[str, float]
+    sums: dict[str, tuple[float, ...]]
+    maxima: dict[str, tuple[float, ...]]
     grad_norms: tuple[float, ...]
     learning_rates: tuple[float, ...]
     optimizer_step: int
@@ -84,6 +86,12 @@ def learning_rate(settings: LearnerSettings, step: int) -> float:
     return settings.learning_rate * (1 + math.cos(math.pi * progress)) / 2
 
 
+def _by_answer(batch: MicroBatchTensors, logprobs: torch.Tensor) -> dict[tuple[str, int], np.ndarray]:
+    """Logprobs [R, L] of each answer's sampled tokens by (group id, index)."""
+    values, sampled = logprobs.cpu().numpy(), batch.response_mask.cpu().numpy()
+    return {(row.group_id, row.index): values[i][sampled[i]] for i, row in enumerate(batch.rows)}
+
+
 class LearnerRank:
     """The actor. Create it with `ray.remote(LearnerRank)`, one per rank, and call every rank alike."""
 
@@ -92,7 +100,7 @@ class LearnerRank:
         self._rank = rank
         self._ranks = ranks
         self._optimizer_step = 0
-        self._perturbed: list[torch.Tensor] = []
+        self._perturbation: Perturbation | None = None
         self._sender: NCCLSender | None = None
 
     def address(self) -> str:
@@ -176,34 +184,29 @@ class LearnerRank:
         """Perform the plan's optimizer updates. `payloads` are in the order of `plan.payloads`.
 
         Returns the report and, apart from it because it is as large as the batch, the logprobs of each answer by (group
-        id, index), float32 [sampled tokens]: of the forward pass that first saw it, before the update that used it.
+        id, index), float32 [sampled tokens]: of the first forward pass over it.
         """
-        from learner.objective import Tally
+        from learner.tally import Tally
 
         data = dict(zip(plan.payloads, payloads, strict=True))
         tally, norms, rates = Tally(), [], []
         first_logprobs: dict[tuple[str, int], np.ndarray] = {}
-        # One forward pass a micro-batch, repeated or empty ones too: every rank must make equally many.
-        proximal = [
-            [self._logprobs_without_gradient(self._tensors(micro_batch, data)) for micro_batch in micro_batches]
-            for micro_batches in (plan.updates if self._settings.recompute_proximal else ())
-        ]
+        proximal = self._proximal_logprobs(plan, data)
         tokens = 0
-        for update, micro_batches in enumerate(plan.updates):
+        for epoch, (update, micro_batches) in itertools.product(range(plan.epochs), enumerate(plan.updates)):
             rate = learning_rate(self._settings, self._optimizer_step)
             for number, micro_batch in enumerate(micro_batches):
                 batch = self._tensors(micro_batch, data)
                 tokens += batch.input_ids.numel() if micro_batch else 0
-                logprobs = self._accumulate(
-                    batch,
-                    proximal[update][number] if proximal else None,
-                    tally,
-                    last=number == len(micro_batches) - 1,
+                before = proximal.get((update, number))
+                logprobs, counted = self._accumulate(
+                    batch, plan, before, first_pass=epoch == 0, last=number == len(micro_batches) - 1
                 )
-                for i, row in enumerate(batch.rows):
-                    key = (row.group_id, row.index)
-                    if key not in first_logprobs:
-                        first_logprobs[key] = logprobs[i][batch.response_mask[i]].cpu().numpy()
+                tally.merge(counted)
+                if epoch == 0:
+                    first_logprobs |= _by_answer(batch, logprobs if before is None else before)
+                if self._recomputes and update == 0:  # its own first pass is of before any update
+                    proximal.setdefault((update, number), logprobs)
             norms.append(self._step(rate))
             rates.append(rate)
         report = LearnReport(
@@ -217,32 +220,58 @@ class LearnerRank:
         )
         return report, first_logprobs
 
+    @property
+    def _recomputes(self) -> bool:
+        return self._settings.objective.proximal == "recompute"
+
+    def _proximal_logprobs(
+        self, plan: RankPlan, data: Mapping[int, Sequence[Trajectory]]
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """By (update, micro-batch): logprobs of before the first update, where a pass of their own is needed for that."""
+        # Empty micro-batches too: every rank must make equally many forward passes.
+        return {
+            (update, number): self._logprobs_without_gradient(self._tensors(micro_batch, data))
+            for update, micro_batches in enumerate(plan.updates)
+            for number, micro_batch in enumerate(micro_batches)
+            if self._recomputes and update > 0
+        }
+
     def _tensors(self, micro_batch: MicroBatch, data: Mapping[int, Sequence[Trajectory]]) -> MicroBatchTensors:
         return build_tensors(micro_batch, data).to(self._device)
 
-    def _accumulate(self, batch: MicroBatchTensors, proximal: torch.Tensor | None, tally: Any, *, last: bool) -> Any:
-        """Forward and backward of one micro-batch; its logprobs, detached."""
+    def _accumulate(
+        self,
+        batch: MicroBatchTensors,
+        plan: RankPlan,
+        proximal: torch.Tensor | None,
+        *,
+        first_pass: bool,
+        last: bool,
+    ) -> tuple[torch.Tensor, Tally]:
+        """Forward and backward of one micro-batch; its logprobs, detached, and its tally."""
         from learner.objective import micro_batch_loss
 
         ref_logprobs = self._reference_logprobs(batch)
         self._engine.set_gradient_accumulation_boundary(last)
         logprobs, entropy = self._engine(batch, self._settings.temperature)
-        loss, counted = micro_batch_loss(
+        loss, tally = micro_batch_loss(
             self._settings.objective,
             batch,
             logprobs,
             entropy,
+            version=plan.version,
+            max_staleness=plan.max_staleness,
+            first_pass=first_pass,
             proximal_logprobs=proximal,
             ref_logprobs=ref_logprobs,
         )
         if not batch.rows:
             loss = logprobs.sum() + loss  # zero, but it reaches every parameter
-        if not math.isfinite(loss.item()):
+        if not math.isfinite(tally.total("loss")):
             names = ", ".join(sorted({row.group_id for row in batch.rows}))
-            raise FloatingPointError(f"loss is {loss.item()} in the micro-batch of groups {names}")
+            raise FloatingPointError(f"loss is {tally.total('loss')} in the micro-batch of groups {names}")
         self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
-        tally.merge(counted)
-        return logprobs.detach()
+        return logprobs.detach(), tally
 
     def _step(self, rate: float) -> float:
         """One optimizer step; the gradient norm before clipping."""
@@ -319,41 +348,17 @@ class LearnerRank:
         return update_info(self._source)
 
     def perturb(self, scale: float, seed: int) -> None:
-        """Shift every trainable parameter by noise of `scale` times its root mean square (at least 0.01), remembering it.
+        """Shift every trainable parameter by noise of `scale` times its size; see `learner.perturbation`."""
+        from learner.perturbation import Perturbation
 
-        For the start-up canary: `restore` brings back the exact values. Master weights are not touched.
-        """
-        import torch
-
-        generator = torch.Generator().manual_seed(seed)
-        self._perturbed = []
-        with torch.no_grad():
-            for value in self._local_values():
-                self._perturbed.append(value.clone())
-                size = max(float(value.float().pow(2).mean().sqrt()) if value.numel() else 0.0, 0.01)
-                noise = torch.randn(value.shape, generator=generator) * (scale * size)
-                value.add_(noise.to(value.device, value.dtype))
-        self._drop_gathered()
+        self._perturbation = Perturbation(self._policy, zero_stage=self._settings.zero_stage, scale=scale, seed=seed)
 
     def restore(self) -> None:
         """Undo `perturb` exactly."""
-        for value, original in zip(self._local_values(), self._perturbed, strict=True):
-            value.copy_(original)
-        self._perturbed = []
-        self._drop_gathered()
-
-    def _drop_gathered(self) -> None:
-        """ZeRO-3 keeps small parameters gathered: let go of those copies, so that the shards are gathered anew."""
-        if self._settings.zero_stage == 3:
-            import deepspeed
-
-            persistent = [p for p in self._policy.parameters() if getattr(p, "ds_persist", False)]
-            with deepspeed.zero.GatheredParameters(persistent):
-                pass
-
-    def _local_values(self) -> list[torch.Tensor]:
-        """What this rank holds of each trainable parameter: its shard under ZeRO-3, else all of it."""
-        return [getattr(p, "ds_tensor", p.data) for p in self._policy.parameters() if p.requires_grad]
+        if self._perturbation is None:
+            raise RuntimeError("perturb comes before restore")
+        self._perturbation.undo()
+        self._perturbation = None
 
     def save(self, folder: str) -> list[str]:
         """Write weights, optimizer, step and RNG under `folder`; all ranks call it. The names this rank wrote.

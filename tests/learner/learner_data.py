@@ -1,7 +1,11 @@
-"""Made-up answers for the learner's tests: groups of trajectories, and the rows that a plan is made of."""
+"""Made-up answers for the learner's tests: groups of trajectories, the rows that a plan is made of, and plans.
+
+Batches improve version `VERSION`, and metrics tell stalenesses up to `MAX_STALENESS` apart.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from learner.aggregation import row_weights
-from learner.batch import Row
+from learner.batch import RankPlan, Row, plan_updates
 from rollout_workers.trajectory import Trajectory, VersionSpan
 
 VOCABULARY = 256
+VERSION = 3
+MAX_STALENESS = 2
 
 Payloads = dict[int, tuple[Trajectory, ...]]
 
@@ -24,11 +30,21 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def trajectory(
-    group: int, index: int, prompt: Sequence[int], answer: Sequence[int], mask: Sequence[int], logprobs: Sequence[float]
+    group: int,
+    index: int,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    mask: Sequence[int],
+    logprobs: Sequence[float],
+    versions: Sequence[int] | None = None,
 ) -> Trajectory:
-    """An answer whose `mask` says which of its tokens the policy sampled; version 3 wrote them."""
+    """An answer whose `mask` says which of its tokens the policy sampled, and `versions` which version wrote each of its
+    tokens: by default `VERSION` all of them.
+    """
     full_mask = np.array([False] * len(prompt) + [bool(m) for m in mask])
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], full_mask, [False]]).astype(int)))
+    written_by = np.array([-1] * len(prompt) + list(versions or [VERSION] * len(answer)))
+    written_by[~full_mask] = -1
+    edges = [*np.flatnonzero(np.diff(written_by)) + 1, len(full_mask)]
     return Trajectory(
         group_id=f"g{group}",
         index=index,
@@ -37,7 +53,9 @@ def trajectory(
         token_ids=np.array([*prompt, *answer], dtype=np.int32),
         response_mask=full_mask,
         behaviour_logprobs=np.where(full_mask, [*([0.0] * len(prompt)), *logprobs], 0.0).astype(np.float32),
-        version_spans=tuple(VersionSpan(int(a), int(b), 3) for a, b in zip(edges[::2], edges[1::2], strict=True)),
+        version_spans=tuple(
+            VersionSpan(int(a), int(b), int(written_by[a])) for a, b in itertools.pairwise(edges) if written_by[a] >= 0
+        ),
         finish_reason="stop",
     )
 
@@ -50,10 +68,10 @@ def batch_of(
     sizes: Sequence[int], seed: int, *, tools: bool = True, first_group: int = 0
 ) -> tuple[list[list[Row]], Payloads]:
     """Groups of the given sizes with answers of many lengths, some holding text of a tool, some without a behaviour
-    logprob here and there; behaviour logprobs are those of a policy near a uniform one. Groups and payloads are numbered from
-    `first_group`.
+    logprob here and there, most written by several versions; behaviour logprobs are those of a policy near a uniform one.
+    Groups and payloads are numbered from `first_group`.
     """
-    rng = np.random.default_rng(seed)
+    rng, version_rng = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     payloads: Payloads = {}
     rows: list[list[Row]] = []
     for group, size in enumerate(sizes, start=first_group):
@@ -66,7 +84,9 @@ def batch_of(
                 mask[1:3] = 0
             logprobs = -np.log(VOCABULARY) + rng.normal(0, 0.5, length)
             logprobs[rng.random(length) < 0.1] = np.nan
-            answers.append(trajectory(group, index, prompt, rng.integers(0, VOCABULARY, length), mask, logprobs))
+            versions = sorted(version_rng.integers(VERSION - MAX_STALENESS, VERSION + 1, length).tolist())
+            tokens = rng.integers(0, VOCABULARY, length)
+            answers.append(trajectory(group, index, prompt, tokens, mask, logprobs, versions))
         payloads[group] = tuple(answers)
         rows.append(
             [
@@ -75,6 +95,20 @@ def batch_of(
             ]
         )
     return weighted(rows, payloads), payloads
+
+
+def plans_of(updates: Sequence[Sequence[Sequence[Row]]], **cut: Any) -> list[RankPlan]:
+    """`plan_updates` of a batch that improves `VERSION`."""
+    return plan_updates(updates, version=VERSION, max_staleness=MAX_STALENESS, **cut)
+
+
+def tokens_by_staleness(rows: Sequence[Row], payloads: Payloads) -> list[int]:
+    """How many sampled tokens of the rows have each staleness, counted plainly."""
+    counts = [0] * (MAX_STALENESS + 1)
+    for r in rows:
+        for span in payloads[r.payload][r.position].version_spans:
+            counts[min(VERSION - span.version, MAX_STALENESS)] += span.end - span.start
+    return counts
 
 
 def weighted(rows: list[list[Row]], payloads: Payloads, aggregation: str = "token_mean") -> list[list[Row]]:

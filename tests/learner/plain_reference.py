@@ -1,21 +1,24 @@
 """What the learner should compute, written out plainly: no plans, no packing, no chunks.
 
 One answer at a time goes through the Hugging Face model as it is, prompt and answer, and each sampled token adds its term of
-PPO's clipped objective.
+PPO's clipped objective, weighted by its correction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from learner_data import Payloads
+from learner_data import VERSION, Payloads
 
 from learner.batch import Row
 from learner.policy import Policy, PolicySettings
 
 Gradients = dict[str, torch.Tensor]
+# From the answer's log(proximal / behaviour), token by token, and its advantage to the weights of its tokens.
+Correction = Callable[[list[float], float], list[float]]
 
 
 def make_policy(path: str, **changes: Any) -> Policy:
@@ -59,32 +62,40 @@ def reference_gradients(
     *,
     temperature: float,
     proximal: Policy | None = None,
+    interpolate: bool = False,
+    correction: Correction = lambda log_ratios, advantage: [1.0] * len(log_ratios),
     reference: Policy | None = None,
     kl_coefficient: float = 0.0,
     entropy_coefficient: float = 0.0,
 ) -> tuple[float, Gradients]:
-    """Loss and gradients. The ratio is against `proximal`, by default against the behaviour logprobs."""
+    """Loss and gradients. The ratio is against `proximal`, or a policy between behaviour and current, or behaviour."""
     total = 0.0
     for r in rows:
         answer = payloads[r.payload][r.position]
         distributions = answer_distributions(policy, answer.token_ids, temperature)
+        frozen = frozen_distributions(policy if proximal is None else proximal, answer.token_ids, temperature)
         loss = torch.zeros(())
-        for t in range(1, len(answer.token_ids)):
-            if not answer.response_mask[t]:
-                continue
-            token = int(answer.token_ids[t])
-            logprob = distributions[t - 1, token]
-            old = float(answer.behaviour_logprobs[t])
-            if proximal is not None:
-                old = float(frozen_distributions(proximal, answer.token_ids, temperature)[t - 1, token])
-            ratio = torch.exp(logprob - (logprob.detach() if old != old else old))
+        sampled = [t for t in range(1, len(answer.token_ids)) if answer.response_mask[t]]
+        old, log_ratios = [], []
+        for t in sampled:
+            own, behaviour = float(frozen[t - 1, answer.token_ids[t]]), float(answer.behaviour_logprobs[t])
+            behaviour = own if math.isnan(behaviour) else behaviour
+            stale = VERSION - int(answer.token_versions[t])
+            between = behaviour + stale / (stale + 1) * (own - behaviour)
+            old.append(own if proximal is not None else between if interpolate else behaviour)
+            log_ratios.append(old[-1] - behaviour)
+        weights = correction(log_ratios, r.advantage)
+        for t, old_logprob, weight in zip(sampled, old, weights, strict=True):
+            logprob = distributions[t - 1, answer.token_ids[t]]
+            ratio = torch.exp(logprob - old_logprob)
             surrogate = torch.minimum(ratio * r.advantage, ratio.clamp(0.8, 1.28) * r.advantage)
             entropy = -(distributions[t - 1].exp() * distributions[t - 1]).sum()
-            loss = loss - r.token_weight * (surrogate + entropy_coefficient * entropy)
+            loss = loss - r.token_weight * (weight * surrogate + entropy_coefficient * entropy)
             if reference is not None:
-                ref = frozen_distributions(reference, answer.token_ids, temperature)[t - 1, token]
+                ref = frozen_distributions(reference, answer.token_ids, temperature)[t - 1, answer.token_ids[t]]
                 k3 = torch.exp(ref - logprob) - (ref - logprob) - 1
                 loss = loss + r.token_weight * kl_coefficient * k3
-        loss.backward()
+        if sampled:
+            loss.backward()
         total += float(loss.detach())
     return total, take_gradients(policy)

@@ -1,34 +1,46 @@
 """One process of a learner job, for test_learner_rank: `python rank_process.py RANK RANKS RENDEZVOUS JSON`.
 
 It starts a LearnerRank with DeepSpeed, lets it learn from made-up answers, and writes what it found to
-`FOLDER/rank-RANK.pt`. The made-up batch and the settings are those that the test computes its own figures from.
+`FOLDER/rank-RANK.pt`. The made-up batch and the settings are those that the test computes its own figures from. With
+`on_policy` the answers have the behaviour logprobs of the policy itself, and there is one optimizer update and no more.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from learner_data import Payloads, batch_of
+from learner_data import Payloads, batch_of, plans_of
+from plain_reference import frozen_distributions
 
-from learner import kl, losses
-from learner.batch import RankPlan, Row, plan_updates
+from learner import corrections, kl, losses
+from learner.batch import RankPlan, Row
 from learner.objective import Objective
-from learner.policy import PolicySettings
+from learner.policy import Policy, PolicySettings
 from learner.worker import LearnerRank, LearnerSettings
 from rollout_workers.weights.bucket import Bucket, unpack
 
 TEXTS = [[1, 5, 9, 200], [3, 4]]  # for the probe
 TEMPERATURE = 0.7
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 1e-5
 MAX_GRAD_NORM = 0.05  # below the norms that occur: the clipping is tested with the rest
+CAP = 1.5  # of the importance weights
 
 
 def settings(job: dict[str, Any]) -> LearnerSettings:
-    objective = Objective(losses.ppo_clip, kl=kl.k3 if job["kl"] else None, kl_coefficient=0.1)
+    objective = Objective(
+        losses.ppo_clip,
+        proximal=job["proximal"],
+        correction=None if job["proximal"] == "behaviour" else corrections.token_tis,
+        correction_options={"cap": CAP},
+        kl=kl.k3 if job["kl"] else None,
+        kl_coefficient=0.1,
+    )
     return LearnerSettings(
         policy=PolicySettings(job["model"], "float32", lora_rank=job["lora_rank"], chunk_tokens=20),
         objective=objective,
@@ -41,14 +53,13 @@ def settings(job: dict[str, Any]) -> LearnerSettings:
         schedule="cosine",
         weight_decay=0.01,
         max_grad_norm=MAX_GRAD_NORM,
-        recompute_proximal=job["recompute_proximal"],
         threads=1,
         bucket_bytes=200_000,
     )
 
 
-def plans(ranks: int) -> tuple[list[RankPlan], list[list[Row]], Payloads]:
-    """Three optimizer updates: their plans for so many ranks, their rows, and the answers.
+def plans(job: dict[str, Any]) -> tuple[list[RankPlan], list[list[Row]], Payloads]:
+    """Three optimizer updates an epoch: their plans for the job's ranks, their rows, and the answers.
 
     The second has several micro-batches. The others are one packed row each, so a second rank has no data there.
     """
@@ -57,9 +68,23 @@ def plans(ranks: int) -> tuple[list[RankPlan], list[list[Row]], Payloads]:
         rows, answers = batch_of(sizes, seed, first_group=len(payloads))
         updates.append(rows)
         payloads |= answers
-    plan = plan_updates(updates, ranks=ranks, max_tokens=30, share_prefixes=True)
+    plan = plans_of(updates, epochs=job["epochs"], ranks=job["ranks"], max_tokens=30, share_prefixes=True)
     flat = [[row for group in groups for row in group] for groups in updates]
     return plan, flat, payloads
+
+
+def on_policy(payloads: Payloads, policy: Policy) -> Payloads:
+    """The same answers with the policy's own logprobs as the behaviour's."""
+    out: Payloads = {}
+    for number, answers in payloads.items():
+        rewritten = []
+        for answer in answers:
+            distributions = frozen_distributions(policy, answer.token_ids, TEMPERATURE).numpy()
+            own = np.append(0.0, distributions[np.arange(len(answer.token_ids) - 1), answer.token_ids[1:]])
+            logprobs = np.where(answer.response_mask, own, 0.0).astype(np.float32)
+            rewritten.append(dataclasses.replace(answer, behaviour_logprobs=logprobs))
+        out[number] = tuple(rewritten)
+    return out
 
 
 def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
@@ -79,8 +104,11 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
             for name, tensor in unpack(bucket.slots, torch.from_numpy(bucket.data))
         }
 
-    of_ranks, _, payloads = plans(ranks)
+    of_ranks, _, payloads = plans(job)
     plan = of_ranks[number]
+    if job["on_policy"]:
+        plan = dataclasses.replace(plan, updates=plan.updates[1:2])
+        payloads = on_policy(payloads, Policy(settings(job).policy))
 
     def learn() -> Any:
         return rank.learn(plan, *(payloads[p] for p in plan.payloads))
@@ -88,6 +116,10 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
     found["logprobs_before"] = rank.logprobs(TEXTS)
     found["report"], found["first_logprobs"] = learn()
     found["weights"] = weights()
+    if job["on_policy"]:
+        rank.close()
+        torch.save(found, folder / f"rank-{number}.pt")
+        return
     found["logprobs_after"] = rank.logprobs(TEXTS)
     rank.perturb(0.1, seed=3)
     found["logprobs_perturbed"] = rank.logprobs(TEXTS)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_data import batch_of, cases, row, trajectory
+from learner_data import MAX_STALENESS, VERSION, batch_of, cases, plans_of, row, trajectory
 
-from learner.batch import MicroBatch, Row, build_tensors, packed_length, plan_updates, text_tensors
+from learner.batch import MicroBatch, Row, build_tensors, packed_length, text_tensors
 
 
 @st.composite
@@ -34,7 +34,7 @@ def padded_tokens(micro_batch: MicroBatch) -> int:
 @settings(max_examples=150, deadline=None)
 @given(updates=updates_of_rows(), ranks=st.integers(1, 5), max_tokens=st.integers(1, 300), share=st.booleans())
 def test_a_plan_keeps_its_promises(updates: list[list[list[Row]]], ranks: int, max_tokens: int, share: bool) -> None:
-    plans = plan_updates(updates, ranks=ranks, max_tokens=max_tokens, share_prefixes=share)
+    plans = plans_of(updates, ranks=ranks, max_tokens=max_tokens, share_prefixes=share)
 
     assert len(plans) == ranks
     assert all(len(plan.updates) == len(updates) for plan in plans)
@@ -56,29 +56,34 @@ def test_a_plan_keeps_its_promises(updates: list[list[list[Row]]], ranks: int, m
         used = {r.payload for update in plan.updates for micro in update for packed in micro for r in packed}
         assert set(plan.payloads) == used
         assert len(plan.payloads) == len(used)
-    assert plans == plan_updates(updates, ranks=ranks, max_tokens=max_tokens, share_prefixes=share)
+    assert plans == plans_of(updates, ranks=ranks, max_tokens=max_tokens, share_prefixes=share)
+
+
+def test_every_rank_is_told_what_the_batch_improves_and_how_often() -> None:
+    for plan in plans_of([[[row(0, 0, 5, 3)]]], ranks=2, epochs=3, max_tokens=50, share_prefixes=True):
+        assert (plan.version, plan.max_staleness, plan.epochs, len(plan.updates)) == (VERSION, MAX_STALENESS, 3, 1)
 
 
 def test_rows_are_spread_by_length() -> None:
     rows = [[row(g, 0, 10, 40)] for g in range(2)] + [[row(g, 0, 10, 15)] for g in range(2, 6)]
-    plans = plan_updates([rows], ranks=2, max_tokens=50, share_prefixes=True)
+    plans = plans_of([rows], ranks=2, max_tokens=50, share_prefixes=True)
     loads = [sum(packed_length(p) for update in plan.updates for micro in update for p in micro) for plan in plans]
     assert loads == [100, 100]
 
 
 def test_a_group_shares_its_prompt_as_far_as_the_budget_goes() -> None:
     group = [row(0, index, 100, 10) for index in range(8)]
-    whole = plan_updates([[group]], ranks=1, max_tokens=180, share_prefixes=True)[0].updates[0]
+    whole = plans_of([[group]], ranks=1, max_tokens=180, share_prefixes=True)[0].updates[0]
     assert [[len(packed) for packed in micro] for micro in whole] == [[8]]
-    halves = plan_updates([[group]], ranks=1, max_tokens=140, share_prefixes=True)[0].updates[0]
+    halves = plans_of([[group]], ranks=1, max_tokens=140, share_prefixes=True)[0].updates[0]
     assert [[len(packed) for packed in micro] for micro in halves] == [[4], [4]]
-    apart = plan_updates([[group]], ranks=1, max_tokens=140, share_prefixes=False)[0].updates[0]
+    apart = plans_of([[group]], ranks=1, max_tokens=140, share_prefixes=False)[0].updates[0]
     assert [[len(packed) for packed in micro] for micro in apart] == [[1]] * 8
 
 
 def test_payloads_are_named_in_order_of_first_use() -> None:
     rows = [[row(g, 0, 5, length)] for g, length in enumerate([3, 9, 6])]
-    plan = plan_updates([rows, rows], ranks=1, max_tokens=14, share_prefixes=True)[0]
+    plan = plans_of([rows, rows], ranks=1, max_tokens=14, share_prefixes=True)[0]
     assert plan.payloads == (1, 2, 0)
 
 

@@ -21,12 +21,14 @@ import rank_process
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learner_data import Payloads
+from learner_data import VERSION, Payloads, tokens_by_staleness
 from plain_reference import frozen_distributions, reference_gradients
 
+from learner import mismatch
 from learner.batch import Row
 from learner.objective import Objective
 from learner.policy import Policy, PolicySettings
+from learner.tally import Tally
 from learner.weight_source import PolicyWeightSource
 from learner.worker import LearnerSettings, learning_rate
 from rollout_workers.weights.manifest import checksum
@@ -85,12 +87,12 @@ def test_a_rate_is_never_negative_nor_above_the_peak(schedule: str, warmup: int,
 JOBS: dict[str, dict[str, Any]] = {
     "zero0": {"zero_stage": 0},
     "zero1": {"zero_stage": 1, "kl": True},
-    "zero2": {"zero_stage": 2, "recompute_proximal": True},
+    "zero2": {"zero_stage": 2, "proximal": "recompute", "epochs": 2},
     "zero3": {"zero_stage": 3},
-    "zero2_two_ranks": {"zero_stage": 2, "ranks": 2},
-    "zero3_two_ranks_lora": {"zero_stage": 3, "ranks": 2, "lora_rank": 4, "kl": True, "recompute_proximal": True},
+    "zero2_two_ranks": {"zero_stage": 2, "ranks": 2, "proximal": "interpolate"},
+    "zero3_two_ranks_lora": {"zero_stage": 3, "ranks": 2, "lora_rank": 4, "kl": True, "proximal": "recompute"},
 }
-DEFAULTS = {"ranks": 1, "lora_rank": 0, "kl": False, "recompute_proximal": False}
+DEFAULTS = {"ranks": 1, "epochs": 1, "lora_rank": 0, "kl": False, "proximal": "behaviour", "on_policy": False}
 
 
 def run_ranks(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -134,17 +136,19 @@ def expected_steps(job: dict[str, Any]) -> tuple[list[float], Policy]:
     policy, initial = Policy(settings.policy), Policy(replace(settings.policy, lora_rank=0))
     trainable = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=0.0, weight_decay=settings.weight_decay)
-    plans, updates, payloads = rank_process.plans(job["ranks"])
+    plans, updates, payloads = rank_process.plans(job)
     assert len(plans[0].updates[1]) > 1, "accumulation is not tested"
     assert all(plan.updates[0] == plan.updates[2] == ((),) for plan in plans[1:]), "ranks without data are not tested"
     norms = []
-    for step, rows in enumerate(updates):
+    for step, rows in enumerate(updates * job["epochs"]):
         _, gradients = reference_gradients(
             policy,
             rows,
             payloads,
             temperature=settings.temperature,
-            proximal=initial if job["recompute_proximal"] else None,
+            proximal=initial if job["proximal"] == "recompute" else None,
+            interpolate=job["proximal"] == "interpolate",
+            correction=lambda log_ratios, _: [min(math.exp(d), rank_process.CAP) for d in log_ratios],
             reference=initial if job["kl"] else None,
             kl_coefficient=settings.objective.kl_coefficient,
         )
@@ -164,6 +168,7 @@ class Ran:
     """A job that ran: what each rank found, and what plain torch says."""
 
     folder: Path
+    job: dict[str, Any]
     ranks: list[dict[str, Any]]
     initial: Policy
     policy: Policy
@@ -177,9 +182,9 @@ def ran(request: pytest.FixtureRequest, wide_path: str, tmp_path_factory: pytest
     folder = tmp_path_factory.mktemp(request.param)
     job = DEFAULTS | JOBS[request.param] | {"model": wide_path, "folder": str(folder)}
     norms, policy = expected_steps(job)
-    _, updates, payloads = rank_process.plans(job["ranks"])
+    _, updates, payloads = rank_process.plans(job)
     initial = Policy(rank_process.settings(job).policy)
-    return Ran(folder, run_ranks(job), initial, policy, norms, updates, payloads)
+    return Ran(folder, job, run_ranks(job), initial, policy, norms, updates, payloads)
 
 
 @pytest.mark.engine
@@ -188,11 +193,58 @@ def test_every_rank_takes_the_steps_of_plain_torch(ran: Ran) -> None:
     for found in ran.ranks:
         assert found["parameters"] == sum(p.numel() for p in ran.policy.parameters() if p.requires_grad)
         assert found["report"].grad_norms == pytest.approx(ran.norms, rel=TOLERANCE)
-        assert found["report"].learning_rates == pytest.approx([5e-4, 1e-3, 1e-3])
-        assert found["report"].optimizer_step == 3
+        assert found["report"].learning_rates[:3] == pytest.approx([5e-6, 1e-5, 1e-5])
+        assert found["report"].optimizer_step == len(ran.norms) == 3 * ran.job["epochs"]
         assert found["report"].peak_memory_bytes > 0
-    sampled = sum(answer.response_length for answers in ran.payloads.values() for answer in answers)
-    assert sum(found["report"].sums.get("tokens", 0) for found in ran.ranks) == sampled
+
+
+@pytest.mark.engine
+def test_counts_by_staleness_add_up_over_the_ranks(ran: Ran) -> None:
+    whole = Tally()
+    for found in ran.ranks:
+        whole.merge(Tally(found["report"].sums, found["report"].maxima))
+    rows = [row for rows in ran.updates for row in rows]
+    counts = tokens_by_staleness(rows, ran.payloads)
+    assert min(counts) > 0
+    assert whole.sums["mismatch_tokens"] == tuple(counts)
+    assert whole.sums["tokens"] == tuple(count * ran.job["epochs"] for count in counts)
+
+    if ran.job["proximal"] != "recompute":
+        return  # of later updates the policy had moved when their tokens were first seen
+    ratios: list[list[float]] = [[] for _ in counts]
+    for row in rows:
+        answer = ran.payloads[row.payload][row.position]
+        own = frozen_distributions(ran.initial, answer.token_ids, rank_process.TEMPERATURE)
+        for t in np.flatnonzero(answer.response_mask):
+            behaviour = float(answer.behaviour_logprobs[t])
+            d = 0.0 if math.isnan(behaviour) else float(own[t - 1, answer.token_ids[t]]) - behaviour
+            ratios[VERSION - answer.token_versions[t]].append(math.exp(d))
+    metrics = [mismatch.metrics(part) for part in whole.split()]
+    assert [m["ratio_mean"] for m in metrics] == pytest.approx([np.mean(of) for of in ratios], rel=1e-4)
+    assert [m["ratio_max"] for m in metrics] == pytest.approx([max(of) for of in ratios], rel=1e-4)
+    ess = [sum(of) ** 2 / (len(of) * sum(r * r for r in of)) for of in ratios]
+    assert [m["ess"] for m in metrics] == pytest.approx(ess, rel=1e-4)
+
+
+@pytest.mark.engine
+def test_interpolated_and_recomputed_policies_are_one_while_the_policy_has_not_moved(
+    wide_path: str, tmp_path: Path
+) -> None:
+    """On answers of several versions that the policy, as it is, would have written alike: one update."""
+    found = []
+    for proximal in ("interpolate", "recompute"):
+        folder = tmp_path / proximal
+        folder.mkdir()
+        job = DEFAULTS | {"zero_stage": 2, "proximal": proximal, "on_policy": True, "model": wide_path}
+        found += run_ranks(job | {"folder": str(folder)})
+    interpolated, recomputed = (one["report"] for one in found)
+    assert interpolated.sums["loss"] == pytest.approx(recomputed.sums["loss"], rel=TOLERANCE, abs=1e-7)
+    assert interpolated.grad_norms == pytest.approx(recomputed.grad_norms, rel=TOLERANCE)
+    assert interpolated.sums["correction"] == pytest.approx(interpolated.sums["tokens"], rel=TOLERANCE)
+    assert min(interpolated.sums["tokens"]) > 0
+    for name, tensor in found[1]["weights"].items():
+        error = (found[0]["weights"][name] - tensor).norm() / tensor.norm()
+        assert error <= TOLERANCE, f"{name}: relative error {float(error):.2e}"
 
 
 @pytest.mark.engine
@@ -246,9 +298,10 @@ def test_a_loaded_checkpoint_goes_on_to_the_same_next_steps_bit_by_bit(ran: Ran)
     files = sorted(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*.pt"))
     assert sorted(file for found in ran.ranks for file in found["saved"]) == files
     for found in ran.ranks:
-        assert found["loaded_step"] == 3
-        assert found["again_report"] == found["next_report"]
-        assert found["again_report"].optimizer_step == 6
+        assert found["loaded_step"] == len(ran.norms)
+        again, following = (replace(found[key], peak_memory_bytes=0) for key in ("again_report", "next_report"))
+        assert again == following
+        assert found["again_report"].optimizer_step == 2 * len(ran.norms)
         for key, values in found["next_logprobs"].items():
             np.testing.assert_array_equal(found["again_logprobs"][key], values)
     for name, tensor in ran.ranks[0]["next_weights"].items():

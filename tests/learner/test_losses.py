@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner import aggregation, corrections, entropy, kl, losses
+from learner.objective import PROXIMAL
 
 MASK = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
 
@@ -88,6 +89,12 @@ def test_a_delta_inside_the_clip_is_refused(delta: float) -> None:
         losses.two_sided_clip(new, old, advantages, MASK, delta=delta)
 
 
+def test_fixed_proximal_policies_exist() -> None:
+    assert set(losses.FIXED_PROXIMAL) <= set(losses.__all__)
+    for names in losses.FIXED_PROXIMAL.values():
+        assert set(names) <= set(PROXIMAL)
+
+
 def test_fixed_aggregations_exist() -> None:
     assert set(losses.FIXED_AGGREGATION) <= set(losses.__all__)
     for names in losses.FIXED_AGGREGATION.values():
@@ -116,14 +123,12 @@ def test_without_mismatch_every_weight_is_one(name: str) -> None:
     assert torch.equal(getattr(corrections, name)(old, old, MASK, **data), MASK.double())
 
 
-def test_mismatch_moments_combine_over_any_split() -> None:
-    old, behaviour, _ = batch()
-    whole = corrections.mismatch_metrics(corrections.mismatch_moments(old, behaviour, MASK))
-    parts = [corrections.mismatch_moments(old[i : i + 1], behaviour[i : i + 1], MASK[i : i + 1]) for i in range(3)]
-    merged = {key: (max if key.startswith("max_") else sum)(part[key] for part in parts) for key in parts[0]}
-    assert corrections.mismatch_metrics(merged) == pytest.approx(whole)
-    assert corrections.mismatch_metrics(corrections.mismatch_moments(old, old, MASK))["ess"] == pytest.approx(1)
-    assert corrections.mismatch_metrics(parts[2]) == {}
+def test_masks_are_the_corrections_without_importance_weights() -> None:
+    old, behaviour, advantages = batch()
+    for name in corrections.__all__:
+        data = {"advantages": advantages} if name == "negative_sequence_mask" else {}
+        weights = getattr(corrections, name)(old, behaviour, torch.ones_like(MASK), **data)
+        assert (set(weights.flatten().tolist()) <= {0.0, 1.0}) == (name in corrections.MASKS)
 
 
 @settings(max_examples=60, deadline=None)
