@@ -1,4 +1,4 @@
-"""The Python entry: `train` and `evaluate`, which the command line calls as well.
+"""The Python entry: `train`, `evaluate` and `profile_difficulty`, which the command line calls as well.
 
 from orchestrator import train
 
@@ -16,8 +16,8 @@ import dataclasses
 import fcntl
 import json
 import logging
-import re
 import secrets
+import shlex
 import signal
 import sys
 import threading
@@ -30,13 +30,33 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from orchestrator.checkpoint import Checkpoint, CheckpointStore
-from orchestrator.compose import load
-from orchestrator.config import Config, ConfigError
+from orchestrator.compose import literal, load
+from orchestrator.config import Config, ConfigError, SourceConfig
 from orchestrator.console import Console
 from orchestrator.durable import whole_file, write_json
 from orchestrator.evaluation import Evaluator, SetResult, metrics_of, table
 from orchestrator.journal import JOURNAL, begin_lineage
 from orchestrator.prepare import Prepared, UserReward, prepare, source_of
+from orchestrator.profile import (
+    Measured,
+    Profiler,
+    RateLog,
+    count,
+    for_profile,
+    in_order,
+    profile_folder,
+    settings_of,
+)
+from orchestrator.profile_report import (
+    SUMMARY,
+    SourceProfile,
+    refuse_nothing,
+    refuse_unwritable,
+    shares_table,
+    train_on,
+    write_results,
+)
+from orchestrator.progress import Progress
 from orchestrator.sinks import JsonlSink, Recorder, WandbSink
 
 logger = logging.getLogger(__name__)
@@ -87,10 +107,22 @@ def evaluate(
     return _run(_evaluate(prepare(config, reward, training=False)))
 
 
+def profile_difficulty(
+    model: str | None = None, data: Any = None, reward: UserReward | None = None, overrides: Overrides = ()
+) -> dict[str, SourceConfig]:
+    """Measure the pass rate of every prompt of data.train under the starting model, and copy those worth training on.
+
+    Arguments as for `train`. Returns the copies by source, as data.train takes them; the folder `profile.out` also holds the
+    pass rates, a summary and a histogram. Goes on where an earlier profile in the same folder was ended.
+    """
+    config = configured(model, data, overrides)
+    return _run(_profile(prepare(for_profile(config), reward), config.sampling.groups_per_batch))
+
+
 def configured(model: str | None, data: Any, overrides: Overrides) -> Config:
     """The configuration that arguments and overrides come to."""
     texts = (
-        [f"{key}={_literal(value)}" for key, value in overrides.items()]
+        [f"{key}={literal(value)}" for key, value in overrides.items()]
         if isinstance(overrides, Mapping)
         else list(overrides)
     )
@@ -103,21 +135,6 @@ def configured(model: str | None, data: Any, overrides: Overrides) -> Config:
         if not any(text.startswith(("data.eval", "data=")) for text in texts):
             config.data.eval = {}
     return config
-
-
-def _literal(value: Any) -> str:
-    """A Python value as Hydra's grammar writes it. Texts are quoted: a run may be called 123."""
-    if value is None:
-        return "null"
-    if isinstance(value, str | Path):
-        # Backslashes are themselves, except in front of a quotation mark.
-        escaped = re.sub(r'(\\*)"', r'\1\1\\"', str(value))
-        return '"' + re.sub(r"(\\+)\Z", r"\1\1", escaped) + '"'
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, Sequence):
-        return "[" + ",".join(map(_literal, value)) + "]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _run(coroutine: Any) -> Any:
@@ -148,7 +165,7 @@ async def _train(prepared: Prepared) -> RunResult:
     checkpoint = store.latest() if config.checkpoint.resume != "never" else None
     if config.checkpoint.resume == "must" and checkpoint is None:
         raise ConfigError(f"checkpoint.resume=must: there is no whole checkpoint in {folder / 'checkpoints'}")
-    with _owned(folder), _log_file(folder / "logs" / "driver.log", config.logging.level):
+    with _owned(folder, f"run.name={folder.name}"), _log_file(folder / "logs" / "driver.log", config.logging.level):
         return await _train_in(folder, prepared, store, checkpoint)
 
 
@@ -229,6 +246,58 @@ async def _evaluate_in(folder: Path, prepared: Prepared) -> list[SetResult]:
     return results
 
 
+async def _profile(prepared: Prepared, groups_per_batch: int) -> dict[str, SourceConfig]:
+    config, sources = prepared.config, prepared.train
+    folder = profile_folder(config)
+    for source in sources:
+        refuse_unwritable(source, folder)
+    with (
+        _owned(folder, f"profile.out={folder}"),
+        _log_file(folder / "logs" / "driver.log", config.logging.level),
+        RateLog(folder, settings_of(prepared)) as log,
+    ):
+        total = count(sources, config)
+        done = sum(map(log.has_rate, in_order(sources, config))) if len(log) else 0
+        progress = Progress(total, "prompts", config.logging.console, done=done)  # type: ignore[arg-type]
+        with progress:
+            if done < total:
+                await _measure(prepared, folder, log, progress)
+            band = (config.profile.band[0], config.profile.band[1])
+            profiles = [SourceProfile.of(source, log, band) for source in sources]
+            refuse_nothing(profiles)
+            copies = write_results(profiles, folder, band, config.profile.answers_per_prompt)
+            progress.show_table("pass rates, before and after", shares_table(profiles, band))
+    kept = sum(len(profile.kept) for profile in profiles)
+    if failed := sum(len(profile.failed) for profile in profiles):
+        logger.warning("%d prompts have no pass rate and are in no figure: see %s", failed, folder / SUMMARY)
+    if kept < groups_per_batch:
+        logger.warning(
+            "only %d prompts are in profile.band: fewer than sampling.groups_per_batch=%d", kept, groups_per_batch
+        )
+    logger.info("results: %s", folder)
+    if copies:
+        logger.info("to train on the prompts in the band:\n  headway train %s", shlex.quote(train_on(copies)))
+    return copies
+
+
+async def _measure(prepared: Prepared, folder: Path, log: RateLog, progress: Progress) -> None:
+    """Measure what `log` lacks."""
+    from orchestrator.cluster import Cluster
+
+    def finished(measured: Measured) -> None:
+        log.add(measured)
+        progress.advance()
+
+    logger.info("starting engines")
+    todo = (prompt for prompt in in_order(prepared.train, prepared.config) if not log.has_rate(prompt))
+    async with Cluster(prepared, on_change=lambda: None, training=False) as cluster:
+        cluster.link_logs(folder / "logs")
+        profiler = Profiler(
+            prepared.config, cluster.rollouts, cluster.rewards, cluster.clerks, filter_on=prepared.filter_on
+        )
+        await profiler.run(todo, finished)
+
+
 def _run_folder(config: Config, *, exists_ok: bool = False) -> Path:
     name = config.run.name or time.strftime("%Y%m%d-%H%M%S")
     folder = (Path(config.run.dir) / name).resolve()
@@ -242,14 +311,14 @@ def _run_folder(config: Config, *, exists_ok: bool = False) -> Path:
 
 
 @contextlib.contextmanager
-def _owned(folder: Path) -> Iterator[None]:
-    """Two processes must not write one run. The lock goes with the process, however that ends."""
+def _owned(folder: Path, key: str) -> Iterator[None]:
+    """Two processes must not write one folder, which `key` names. The lock goes with the process, however that ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"run.name={folder.name}: another process is working on {folder}") from error
+            raise ConfigError(f"{key}: another process is working on {folder}") from error
         yield
 
 

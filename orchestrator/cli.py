@@ -13,8 +13,12 @@ import sys
 USAGE = """\
 usage: headway COMMAND [group.key=value ...]
 
-  train   train a model                         headway train [experiment=NAME] run.name=NAME
-  eval    evaluate a model on held-out sets     headway eval model.path=runs/NAME/model
+  train                 train a model                         headway train [experiment=NAME] run.name=NAME
+  eval                  evaluate a model on held-out sets     headway eval model.path=runs/NAME/model
+  profile-difficulty    measure the prompts' pass rates       headway profile-difficulty [experiment=NAME] profile.out=FOLDER
+                        and copy those worth training on
+  simulate              what a run would be like, without     headway simulate [simulate.advise=true] [--multirun] staleness.max=2
+                        its GPUs
 
 Keys and their meaning: docs/config.md. Presets: conf/experiment/.
 """
@@ -26,18 +30,14 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write(USAGE)
         return 0 if arguments else 2
     command, overrides = arguments[0], arguments[1:]
-    if command not in ("train", "eval"):
+    if command not in ("train", "eval", "profile-difficulty", "simulate"):
         sys.stderr.write(f"headway: unknown command {command!r}\n\n{USAGE}")
         return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    from orchestrator.api import evaluate, traceback_file, train
     from orchestrator.config import ConfigError
 
     try:
-        if command == "train":
-            train(overrides=overrides)
-        else:
-            evaluate(overrides=overrides)
+        _carry_out(command, overrides)
     except ConfigError as error:
         sys.stderr.write(f"headway: {error}\n")
         return 2
@@ -45,12 +45,30 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write("headway: interrupted\n")
         return 130
     except Exception as error:
+        from orchestrator.api import traceback_file
+
         if (log := traceback_file(error)) is None:
             raise
         cause = getattr(error, "cause", None) or error  # Ray's errors hold the whole remote traceback in their text
         sys.stderr.write(f"headway: {type(cause).__name__}: {cause}\nThe traceback is in {log}\n")
         return 1
     return 0
+
+
+def _carry_out(command: str, overrides: list[str]) -> None:
+    if command == "simulate":  # which needs nothing of what a run does
+        from orchestrator.simulation.command import simulate_command
+
+        simulate_command(overrides)
+        return
+    from orchestrator.api import evaluate, profile_difficulty, train
+
+    if command == "train":
+        train(overrides=overrides)
+    elif command == "eval":
+        evaluate(overrides=overrides)
+    else:
+        profile_difficulty(overrides=overrides)
 
 
 if __name__ == "__main__":

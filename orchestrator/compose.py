@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -28,10 +28,9 @@ from orchestrator.config import Config, ConfigError
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
 
-def load(overrides: Sequence[str] = ()) -> Config:
+def load(overrides: Sequence[str] = (), check: Callable[[Config], None] = validate) -> Config:
     """Compose `conf/` with Hydra overrides, convert and check. Raises ConfigError naming the key."""
-    for override in overrides:
-        _refuse_unknown(override)
+    refuse_unknown(overrides)
     ConfigStore.instance().store("schema", node=Config)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
@@ -43,8 +42,25 @@ def load(overrides: Sequence[str] = ()) -> Config:
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_explain(error, overrides)) from error
     assert isinstance(config, Config)
-    validate(config)
+    check(config)
     return config
+
+
+def changed(config: Config, overrides: Sequence[str], check: Callable[[Config], None] = validate) -> Config:
+    """A configuration that there is already, with other values of single keys. Raises ConfigError naming the key."""
+    refuse_unknown(overrides)
+    composed = OmegaConf.structured(config)
+    try:
+        for override in overrides:
+            if (CONF_DIR / override.partition("=")[0]).is_dir():
+                raise ConfigError(f"{override}: here only single keys can be changed, not the choice of a config group")
+            _merge(composed, override)
+        merged = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, overrides)) from error
+    assert isinstance(merged, Config)
+    check(merged)
+    return merged
 
 
 # What Hydra can't add to without «+», or at all where it is null: these overrides are merged in after it composed.
@@ -52,6 +68,11 @@ _OWN_KEYS = re.compile(
     r"\+{0,2}(?P<mapping>data\.(train|eval)|reward\.functions|eval\.checker|model\.chat_template_kwargs"
     r"|rollout\.engine_options|algorithm\.\w+_options)(?P<inside>\.[^=]+)?="
 )
+
+
+def is_own_key(override: str) -> bool:
+    """Whether it is in one of the mappings whose keys are the user's own, which Hydra by itself does not take."""
+    return _OWN_KEYS.match(override) is not None
 
 
 def _merge(composed: DictConfig, override: str) -> None:
@@ -73,8 +94,16 @@ def _merge(composed: DictConfig, override: str) -> None:
         raise ConfigError(f"{override}: {error}") from error
 
 
+def refuse_unknown(overrides: Sequence[str]) -> None:
+    """ConfigError for a key that is not in the schema, with the one that may be meant.
+
+    Hydra would advise a «+» for a mistyped key, and a key added with it would be read by nobody.
+    """
+    for override in overrides:
+        _refuse_unknown(override)
+
+
 def _refuse_unknown(override: str) -> None:
-    """Hydra would advise a «+» for a mistyped key, and a key added with it would be read by nobody."""
     key = override.partition("=")[0].lstrip("+~")
     if (CONF_DIR / key.partition("@")[0]).is_dir():  # the choice of a config group
         return
@@ -94,6 +123,21 @@ def _refuse_unknown(override: str) -> None:
         kind = below[0]
         if get_origin(hints[part]) is dict:
             path.append(next(parts, ""))  # a name of the user's
+
+
+def literal(value: Any) -> str:
+    """A Python value as Hydra's grammar writes it. Texts are quoted: a run may be called 123."""
+    if value is None:
+        return "null"
+    if isinstance(value, str | Path):
+        # Backslashes are themselves, except in front of a quotation mark.
+        escaped = re.sub(r'(\\*)"', r'\1\1\\"', str(value))
+        return '"' + re.sub(r"(\\+)\Z", r"\1\1", escaped) + '"'
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ",".join(map(literal, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ Any filesystem with atomic renames and fsync will do, shared ones included.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import uuid
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".temporary"
 
@@ -72,6 +75,17 @@ def sync_file(path: Path) -> None:
     """Make the contents of a file durable that somebody else wrote and closed."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def cut_off_half_line(path: Path) -> None:
+    """Truncate a file of lines, if it exists, after its last newline: a kill may have cut the last line short."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        logger.warning("%s ended in half a line (%d bytes), cut off", path, len(content) - whole)
+        os.truncate(path, whole)
 
 
 def bytes_free(path: Path) -> int:

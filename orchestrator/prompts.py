@@ -9,9 +9,14 @@ Contract of `PromptStream`: each source is passed over epoch after epoch in an o
 is the frontier: how far each source was drawn, and the prompts handed out but not finally consumed. Its
 size is bounded by what is outstanding, not by the data.
 
-Invariant: a (prompt id, epoch) is drawn once, is outstanding until `done`, and after a restore everything
-that was outstanding is handed out again first, in its old order. So whatever is killed and restored, in the
-surviving lineage each prompt is done exactly once an epoch.
+A sampler may say that a prompt isn't worth drawing in this epoch. It is then skipped: it takes its turn in the order, is
+never outstanding and is over for the epoch. The sampler is asked at the moment of the draw, once for each (prompt id,
+epoch), and never about a prompt that was offered again. Since a skipped prompt takes a turn of its source, a source that
+is mostly skipped leaves its place to the others instead of rushing through its epochs.
+
+Invariant: a (prompt id, epoch) is drawn or skipped once; drawn, it is outstanding until `done`, and after a restore
+everything that was outstanding is handed out again first, in its old order. So whatever is killed and restored, in the
+surviving lineage each prompt is done or skipped exactly once an epoch.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,6 +41,11 @@ from orchestrator.sources import (
 from rollout_workers.trajectory import Message
 
 EXAMPLES_NAMED = 5  # rows that an error about many rows names
+MAX_SKIPS = (
+    1000  # in a row: the prompt after them is drawn, so that a draw takes milliseconds whatever the sampler says
+)
+
+Sampler = Callable[[str, int], bool]  # whether to draw a prompt (by its id) in an epoch
 
 
 @dataclass(frozen=True)
@@ -172,7 +182,8 @@ class PromptStream:
     """Hands out the prompts of weighted sources, epoch after epoch; see the module's contract.
 
     `epochs` None: without end. Otherwise a source drops out after so many passes, and `next` returns None
-    when all have. Not for several threads. Raises DataError when there is no source.
+    when all have. `sampler` None: every prompt is drawn. Not for several threads. Raises DataError when there
+    is no source.
     """
 
     def __init__(
@@ -182,6 +193,7 @@ class PromptStream:
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         if not sources:
             raise DataError("data.train: there is no source of prompts")
@@ -189,6 +201,8 @@ class PromptStream:
             raise DataError(f"data.epochs={epochs}: expected at least 1, or null")
         self._seed = seed
         self._shuffle = shuffle
+        self._sampler = sampler
+        self._skipped = 0  # since the metrics before
         self._cursors = {source.name: _Cursor(source, seed, shuffle, epochs) for source in sources}
         # In the order of their first dispatch.
         self._outstanding: dict[tuple[str, int], Prompt] = {}
@@ -196,22 +210,30 @@ class PromptStream:
         self._waiting: dict[tuple[str, int], None] = {}
 
     @classmethod
-    def from_config(cls, sources: Sequence[PromptSource], config: DataConfig) -> PromptStream:
-        return cls(sources, seed=config.seed, shuffle=config.shuffle, epochs=config.epochs)
+    def from_config(
+        cls, sources: Sequence[PromptSource], config: DataConfig, sampler: Sampler | None = None
+    ) -> PromptStream:
+        return cls(sources, seed=config.seed, shuffle=config.shuffle, epochs=config.epochs, sampler=sampler)
 
     def next(self) -> Prompt | None:
-        """The next prompt to dispatch, those offered again first; None when `exhausted`."""
+        """The next prompt to dispatch, those offered again first; None when `exhausted`, or nothing left is worth it."""
         if self._waiting:
             key = next(iter(self._waiting))
             del self._waiting[key]
             return self._outstanding[key]
-        live = [cursor for cursor in self._cursors.values() if not cursor.finished]
-        if not live:
-            return None
-        # Each draw goes to the source that is furthest behind its share; of equals, to the first.
-        prompt = min(live, key=lambda cursor: (cursor.drawn + 1) / cursor.source.config.weight).draw()
-        self._outstanding[prompt.prompt_id, prompt.epoch] = prompt
-        return prompt
+        skips = 0
+        while live := [cursor for cursor in self._cursors.values() if not cursor.finished]:
+            # Each turn is that of the source that is furthest behind its share; of equals, of the first.
+            cursor = min(live, key=lambda cursor: (cursor.passed + 1) / cursor.source.config.weight)
+            if self._sampler is None or skips == MAX_SKIPS or self._sampler(cursor.prompt_id, cursor.epoch):
+                prompt = cursor.prompt()
+                self._outstanding[prompt.prompt_id, prompt.epoch] = prompt
+                cursor.advance()
+                return prompt
+            cursor.advance()
+            skips += 1
+            self._skipped += 1
+        return None
 
     def done(self, prompt_id: str, epoch: int) -> None:
         """The prompt is finally consumed (trained on, filtered, failed, stale) and over for this epoch.
@@ -234,7 +256,7 @@ class PromptStream:
 
     @property
     def exhausted(self) -> bool:
-        """`next` would return None. Prompts in flight may still be offered again."""
+        """Every prompt of every epoch was drawn or skipped. Prompts in flight may still be offered again."""
         return not self._waiting and all(cursor.finished for cursor in self._cursors.values())
 
     @property
@@ -242,23 +264,31 @@ class PromptStream:
         """Prompts handed out (or waiting to be, again) and not done."""
         return len(self._outstanding)
 
+    def metrics(self) -> dict[str, float]:
+        """`data/epoch` and, since the last call, `data/skipped`."""
+        cursors = self._cursors.values()
+        passes = sum(cursor.passed for cursor in cursors) / sum(len(cursor.source) for cursor in cursors)
+        skipped, self._skipped = self._skipped, 0
+        return {"data/epoch": passes, "data/skipped": skipped}
+
     def state(self) -> dict[str, Any]:
         """The frontier, of JSON's types."""
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "skipped": self._skipped,
             "sources": {name: cursor.state() for name, cursor in self._cursors.items()},
             "outstanding": [list(key) for key in self._outstanding],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; what was outstanding comes first. `epochs` may differ.
+        """Continue where `state` was taken; what was outstanding comes first. `epochs` and the sampler may differ.
 
         Raises DataError naming what differs when the seed, the sources, their weights or their rows are not
         those of the state, RuntimeError when prompts were drawn from this stream already: the checkpoint
         would come too late for them.
         """
-        if any(cursor.drawn for cursor in self._cursors.values()):
+        if any(cursor.passed for cursor in self._cursors.values()):
             raise RuntimeError("a prompt stream must be restored before the first prompt is drawn from it")
         now = self.state()
         for name in ("seed", "shuffle"):
@@ -270,6 +300,7 @@ class PromptStream:
             )
         for name, cursor in self._cursors.items():
             cursor.restore(state["sources"][name])
+        self._skipped = state["skipped"]
         self._outstanding = self._find([(prompt_id, epoch) for prompt_id, epoch in state["outstanding"]])
         self._waiting = dict.fromkeys(self._outstanding)
 
@@ -286,7 +317,7 @@ class PromptStream:
 
 
 class _Cursor:
-    """How far one source was drawn: `position` prompts of pass `epoch`."""
+    """How far one source was passed over: `position` prompts of pass `epoch` were drawn or skipped."""
 
     def __init__(self, source: PromptSource, seed: int, shuffle: bool, epochs: int | None) -> None:
         self.source = source
@@ -313,20 +344,27 @@ class _Cursor:
         return sorted(range(len(self.source)), key=key)
 
     @property
-    def drawn(self) -> int:
+    def passed(self) -> int:
         return self.epoch * len(self.source) + self.position
 
     @property
     def finished(self) -> bool:
         return self._epochs is not None and self.epoch >= self._epochs
 
-    def draw(self) -> Prompt:
-        prompt = self.source.prompt(self._order[self.position], self.epoch)
+    @property
+    def prompt_id(self) -> str:
+        """Of the prompt whose turn it is."""
+        return self.source.ids[self._order[self.position]]
+
+    def prompt(self) -> Prompt:
+        """The prompt whose turn it is."""
+        return self.source.prompt(self._order[self.position], self.epoch)
+
+    def advance(self) -> None:
         self.position += 1
         if self.position == len(self.source):
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self._order_of(self.epoch)
-        return prompt
 
     def state(self) -> dict[str, Any]:
         return {

@@ -30,6 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeAlias
 
+from orchestrator.durable import cut_off_half_line
 from orchestrator.metrics import find
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, lineage: int, resumed_from: int | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_off_half_line(path)
+        cut_off_half_line(path)
         self._file = path.open("ab", buffering=0)  # a line is one write: a kill leaves it whole or is repaired
         self._append({"lineage": lineage, "resumed_from": resumed_from, "time": time.time()})
 
@@ -126,17 +127,6 @@ class JsonlSink:
 
     def _append(self, line: Mapping[str, object]) -> None:
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-
-
-def _cut_off_half_line(path: Path) -> None:
-    """Truncates the file after its last newline."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        logger.warning("%s ended in half a line (%d bytes), cut off", path, len(content) - whole)
-        os.truncate(path, whole)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.api import _literal, configured, evaluate, train
+from orchestrator.api import configured, evaluate, train
+from orchestrator.compose import literal
 from orchestrator.config import ConfigError
 from orchestrator.sources import DataError
 
@@ -63,7 +64,7 @@ class TestConfigured:
     )
     @settings(max_examples=150, deadline=None)
     def test_any_value_survives_hydras_grammar(self, value: Any) -> None:
-        parsed = OverridesParser.create().parse_override(f"a.b={_literal(value)}").value()
+        parsed = OverridesParser.create().parse_override(f"a.b={literal(value)}").value()
         assert parsed == value
         assert type(parsed) is type(value)
 

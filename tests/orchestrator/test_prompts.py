@@ -1,8 +1,9 @@
 """Prompts: what a row must be, stable ids, the long-prompt check, and the resumable frontier."""
 
+import copy
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config import DataConfig, SourceConfig
+from orchestrator.difficulty import DifficultySampler, PassRates
 from orchestrator.prompts import (
+    MAX_SKIPS,
     Prompt,
     PromptSource,
     PromptStream,
@@ -392,3 +395,188 @@ def test_any_history_of_kills_consumes_every_prompt_exactly_once_an_epoch(data: 
     assert Counter(done) == Counter(
         (prompt_id, epoch) for source in sources for prompt_id in source.ids for epoch in range(epochs)
     )
+
+
+# The sampler
+
+
+class Asked:
+    """A sampler that notes whom it was asked about; by default it draws everything."""
+
+    def __init__(self, draws: Callable[[str, int], bool] = lambda prompt_id, epoch: True) -> None:
+        self.draws = draws
+        self.about: list[tuple[str, int]] = []
+        self.skipped: list[tuple[str, int]] = []
+
+    def __call__(self, prompt_id: str, epoch: int) -> bool:
+        self.about.append((prompt_id, epoch))
+        drawn = self.draws(prompt_id, epoch)
+        if not drawn:
+            self.skipped.append((prompt_id, epoch))
+        return drawn
+
+
+def test_a_skipped_prompt_is_over_for_the_epoch_and_counted() -> None:
+    sampler = Asked(lambda prompt_id, epoch: epoch == 1 or prompt_id != "mine:2")
+    stream = PromptStream([numbered(4)], shuffle=False, epochs=2, sampler=sampler)
+    prompts = drain(stream)
+    assert [(prompt.prompt_id, prompt.epoch) for prompt in prompts] == [
+        *((f"mine:{number}", 0) for number in (0, 1, 3)),
+        *((f"mine:{number}", 1) for number in range(4)),
+    ]
+    assert stream.outstanding == 7
+    assert sampler.skipped == [("mine:2", 0)]
+    with pytest.raises(ValueError, match="not outstanding"):
+        stream.done("mine:2", 0)
+    assert stream.metrics() == {"data/epoch": 2.0, "data/skipped": 1}
+    assert stream.metrics() == {"data/epoch": 2.0, "data/skipped": 0}  # since the last call
+
+
+def test_a_sampler_that_draws_everything_changes_nothing() -> None:
+    sources = [numbered(7, "a", 2.0), numbered(5, "b")]
+    plain, sampled = PromptStream(sources, epochs=3), PromptStream(sources, epochs=3, sampler=Asked())
+    assert drain(plain) == drain(sampled)
+    assert plain.state() == sampled.state()
+
+
+def test_a_prompt_offered_again_is_not_decided_anew() -> None:
+    rates = PassRates(1.0)
+    stream = PromptStream([numbered(3)], epochs=1, sampler=Asked(lambda prompt_id, epoch: len(rates) == 0))
+    prompt = stream.next()
+    assert prompt is not None
+    rates.observe(prompt.prompt_id, 0, [0.0])
+    stream.offer_again(prompt.prompt_id, prompt.epoch)
+    assert stream.next() == prompt
+    assert stream.next() is None  # the others are skipped
+    assert stream.exhausted
+
+
+def test_the_decision_is_taken_at_the_draw() -> None:
+    worth = {f"mine:{number}": True for number in range(3)}
+    stream = PromptStream([numbered(3)], shuffle=False, sampler=lambda prompt_id, epoch: worth[prompt_id])
+    assert ids(drain(stream, 1)) == ["mine:0"]
+    worth["mine:1"] = False
+    assert ids(drain(stream, 2)) == ["mine:2", "mine:0"]
+
+
+def test_the_rest_of_the_last_epoch_may_be_skipped() -> None:
+    stream = PromptStream([numbered(500)], epochs=2, sampler=lambda prompt_id, epoch: epoch == 0)
+    assert len(drain(stream)) == 500
+    assert stream.exhausted
+    assert stream.metrics() == {"data/epoch": 2.0, "data/skipped": 500}
+    assert stream.next() is None
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3, 40), (5000,)])
+def test_endless_data_that_nobody_wants_is_still_handed_out_after_a_bounded_search(sizes: tuple[int, ...]) -> None:
+    sampler = Asked(lambda prompt_id, epoch: False)
+    stream = PromptStream([numbered(size, f"s{size}") for size in sizes], sampler=sampler)
+    for draw in range(1, 4):
+        assert stream.next() is not None
+        assert len(sampler.about) == draw * MAX_SKIPS
+    assert stream.metrics()["data/skipped"] == 3 * MAX_SKIPS
+
+
+def test_endless_data_with_every_prompt_at_the_floor_goes_on() -> None:
+    """The floor is the chance of a retest: each prompt comes about every tenth epoch, by a hash, not in a body."""
+    rates = PassRates(0.5)
+    rates.restore({"prompts": {f"mine:{number}": [0.0, 50, 0] for number in range(200)}})
+    sampler = DifficultySampler(rates, seed=1, answers_per_group=8, retest_share=0.1)
+    stream = PromptStream([numbered(200)], sampler=sampler)
+    counts = Counter(ids(drain(stream, 2000)))
+    assert stream.metrics()["data/epoch"] == pytest.approx(100, rel=0.05)
+    assert len(counts) == 200
+    assert max(counts.values()) < 30
+
+
+def test_a_source_that_is_skipped_leaves_its_turns_to_the_others() -> None:
+    """Its epochs pass at the pace of its weight: it is not searched through for something to hand out."""
+    sampler = Asked(lambda prompt_id, epoch: not prompt_id.startswith("solved") or prompt_id.endswith("0"))
+    stream = PromptStream([numbered(10, "solved", 3.0), numbered(10, "open", 1.0)], sampler=sampler)
+    counts = Counter(prompt.source for prompt in drain(stream, 130))
+    assert counts == {"open": 100, "solved": 30}
+    asked = Counter(prompt_id.partition(":")[0] for prompt_id, _ in sampler.about)
+    assert asked["solved"] / asked["open"] == pytest.approx(3, rel=0.02)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_history_of_kills_with_a_sampler_uses_each_prompt_up_once_an_epoch(data: st.DataObject) -> None:
+    """Random draws, judged groups, second offers, checkpoints and kills. After a kill, memory and frontier are those of
+    the last checkpoint, and what was skipped or done since is undone."""
+    epochs = data.draw(st.integers(1, 4))
+    sources = [
+        numbered(data.draw(st.integers(1, 6)), name, weight=data.draw(st.sampled_from([0.5, 1.0, 3.0])))
+        for name in ("a", "b", "c")[: data.draw(st.integers(1, 3))]
+    ]
+    share = data.draw(st.sampled_from([0.01, 0.3, 0.8]))
+    outcomes = st.sampled_from([0.0, 0.0, 1.0, 1.0, 0.5, None])  # pass rates of judged groups
+
+    def start() -> tuple[PromptStream, PassRates, Asked]:
+        rates = PassRates(0.5)
+        asked = Asked(DifficultySampler(rates, seed=3, answers_per_group=2, retest_share=share))
+        return PromptStream(sources, seed=3, epochs=epochs, sampler=asked), rates, asked
+
+    def resume(saved: dict[str, Any]) -> tuple[PromptStream, PassRates, Asked]:
+        state = json.loads(saved["state"])
+        stream, rates, asked = start()
+        rates.restore(state["rates"])
+        stream.restore(state["prompts"])
+        asked.about, asked.skipped = list(saved["about"]), list(saved["skipped"])
+        return stream, rates, asked
+
+    def save() -> dict[str, Any]:
+        state = json.dumps({"prompts": stream.state(), "rates": rates.state()})
+        return {"state": state, "done": list(done), "about": list(asked.about), "skipped": list(asked.skipped)}
+
+    def draw() -> bool:
+        unasked = every - Counter(asked.about)
+        prompt = stream.next()
+        if prompt is None:
+            assert not any(asked.draws(*key) for key in unasked)  # it starves only when no prompt could be drawn
+            return False
+        assert (prompt.prompt_id, prompt.epoch) not in in_flight
+        in_flight.append((prompt.prompt_id, prompt.epoch))
+        return True
+
+    every = Counter((prompt_id, epoch) for source in sources for prompt_id in source.ids for epoch in range(epochs))
+    stream, rates, asked = start()
+    in_flight: list[tuple[str, int]] = []
+    done: list[tuple[str, int]] = []
+    saved = save()
+    for action in data.draw(st.lists(st.sampled_from("nnnnddddosk"), max_size=80)):
+        if action == "n":
+            draw()
+        elif action in "do" and in_flight:
+            key = in_flight.pop(data.draw(st.integers(0, len(in_flight) - 1)))
+            rates.observe(*key, [data.draw(outcomes)])
+            if action == "d":
+                stream.done(*key)
+                done.append(key)
+            else:
+                stream.offer_again(*key)
+        elif action == "s":
+            saved = save()
+            # The same draws follow from the same state, in the process that goes on and in one that takes over.
+            goes_on, (takes_over, _, asked_there) = copy.deepcopy((stream, asked)), resume(saved)
+            drain(goes_on[0])
+            drain(takes_over)
+            assert asked_there.about == goes_on[1].about
+            assert asked_there.skipped == goes_on[1].skipped
+        elif action == "k":
+            stream, rates, asked = resume(saved)
+            in_flight, done = [], list(saved["done"])
+            outstanding = json.loads(saved["state"])["prompts"]["outstanding"]
+            for key in outstanding:  # handed out first, whatever is remembered of them by now
+                assert draw()
+                assert list(in_flight[-1]) == key
+    while draw():
+        pass
+    for key in in_flight:
+        stream.done(*key)
+        done.append(key)
+    assert stream.outstanding == 0
+    assert stream.exhausted
+    assert Counter(done) + Counter(asked.skipped) == every
+    assert Counter(asked.about) == every  # asked once each
+    assert stream.metrics() == {"data/epoch": epochs, "data/skipped": len(asked.skipped)}
