@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from learner import advantages, aggregation, corrections, kl, losses
-from learner.objective import Objective
+from learner.objective import CORRECTION_DATA, KL_DATA, Objective
 from orchestrator.config import AlgorithmConfig, ConfigError
 from reward_workers.reward import load_function
 
@@ -39,6 +39,7 @@ def objective(config: AlgorithmConfig) -> Objective:
     return Objective(
         loss=_resolve("algorithm.loss", config.loss, losses),
         loss_options=dict(config.loss_options),
+        proximal=config.proximal,
         correction=_resolve("algorithm.correction", config.correction, corrections) if config.correction else None,
         correction_options=dict(config.correction_options),
         kl=_resolve("algorithm.kl_estimator", config.kl_estimator, kl) if config.kl_coefficient else None,
@@ -80,18 +81,22 @@ def check_algorithm(config: AlgorithmConfig, answers_per_group: int) -> None:
             f"algorithm.loss={config.loss} is defined with algorithm.aggregation={' or '.join(permitted)} only, "
             f"got {config.aggregation}"
         )
-    if config.correction is not None and config.proximal == "behaviour":
-        raise ConfigError(
-            f"algorithm.correction={config.correction}: with algorithm.proximal=behaviour the policy ratio already is against "
-            "the engine's logprobs, and a correction would count the mismatch twice; set algorithm.proximal=recompute"
-        )
+    _check_proximal(config)
     composed = objective(config)
     one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
     _try("algorithm.loss_options", config.loss_options, composed.loss, one, one, one, mask)
     if composed.correction is not None:
-        _try("algorithm.correction_options", config.correction_options, composed.correction, one, one, mask)
+        options = config.correction_options
+        data = _data(f"algorithm.correction={config.correction}", composed.correction, CORRECTION_DATA, options)
+        _try("algorithm.correction_options", {**data, **options}, composed.correction, one, one, mask)
+    elif config.correction_options:
+        raise ConfigError(
+            f"algorithm.correction_options={config.correction_options} without algorithm.correction: name one of "
+            f"{', '.join(corrections.__all__)}"
+        )
     if composed.kl is not None:
-        _try("algorithm.kl_estimator", {}, composed.kl, one, one)
+        data = _data(f"algorithm.kl_estimator={config.kl_estimator}", composed.kl, KL_DATA, {})
+        _try("algorithm.kl_estimator", data, composed.kl, one, one)
     groups = torch.zeros(answers_per_group, dtype=torch.int64)
     data = {"lengths": torch.ones(answers_per_group)} if "lengths" in advantages.needs(estimator) else {}
     rewards = torch.arange(answers_per_group, dtype=torch.float64)
@@ -104,6 +109,36 @@ def check_algorithm(config: AlgorithmConfig, answers_per_group: int) -> None:
         [1],
         [0],
     )
+
+
+def _check_proximal(config: AlgorithmConfig) -> None:
+    """The policy ratio and the correction must make up the importance weight once: not twice, not by half."""
+    permitted = losses.FIXED_PROXIMAL.get(config.loss, (config.proximal,))
+    if config.proximal not in permitted:
+        raise ConfigError(
+            f"algorithm.loss={config.loss} is defined with algorithm.proximal={' or '.join(permitted)} only, "
+            f"got {config.proximal}"
+        )
+    if config.proximal != "behaviour" or config.correction is None or config.correction in corrections.MASKS:
+        return
+    others = losses.FIXED_PROXIMAL.get(config.loss, ("recompute", "interpolate"))
+    others = tuple(name for name in others if name != "behaviour")
+    remedy = f"algorithm.proximal={' or '.join(others)}, or " if others else ""
+    raise ConfigError(
+        f"algorithm.correction={config.correction}: with algorithm.proximal=behaviour the policy ratio already is against the "
+        f"engine's logprobs, and an importance weight would count the mismatch twice; set {remedy}one of the masks "
+        f"{', '.join(sorted(corrections.MASKS))}, or no correction"
+    )
+
+
+def _data(
+    key: str, function: Callable[..., Any], supplied: frozenset[str], options: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Stand-ins for the data that the learner supplies by name. Raises ConfigError for what it does not have."""
+    wanted = advantages.needs(function) - options.keys()
+    if missing := wanted - supplied:
+        raise ConfigError(f"{key} needs {', '.join(sorted(missing))}, which this trainer does not have")
+    return dict.fromkeys(wanted, torch.zeros(1, 1))
 
 
 def _try(key: str, options: Mapping[str, Any], function: Callable[..., Any], *arguments: Any) -> None:

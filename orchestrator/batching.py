@@ -21,7 +21,6 @@ class LearningPlan:
     ranks: list[RankPlan]
     rows: list[Row]
     advantages: Mapping[tuple[str, int], float]
-    update_count: int
 
 
 def plan_learning(
@@ -32,14 +31,16 @@ def plan_learning(
     a = config.algorithm
     groups = [_rows(config, number, batch, flights, advantages) for number in range(len(batch.groups))]
     parts = [part for part in _split(groups, a.updates_per_batch) if any(part)]
-    updates = [_weighted(config, part) for part in parts] * a.epochs_per_batch
     plans = plan_updates(
-        updates,
+        [_weighted(config, part) for part in parts],
+        version=batch.version,
+        max_staleness=config.staleness.max,
+        epochs=a.epochs_per_batch,
         ranks=ranks,
         max_tokens=config.learner.max_tokens_per_microbatch,
         share_prefixes=share_prefixes,
     )
-    return LearningPlan(plans, [row for group in groups for row in group], advantages, len(updates))
+    return LearningPlan(plans, [row for group in groups for row in group], advantages)
 
 
 def _advantages(config: Config, batch: Batch) -> dict[tuple[str, int], float]:

@@ -10,15 +10,15 @@ import dataclasses
 import re
 from typing import Any
 
-from learner.advantages import GROUP_RELATIVE
-from orchestrator.algorithm import check_algorithm
+from learner.group_relative import GROUP_RELATIVE
 from orchestrator.config import Config, ConfigError
 
 _CHOICES = {
     "model.dtype": ("bfloat16", "float32"),
     "rollout.weights.transport": ("auto", "shared_memory", "nccl"),
     "sampling.on_starved": ("shrink", "stop", "error"),
-    "algorithm.proximal": ("behaviour", "recompute"),
+    "staleness.on_late": ("wait", "drop"),
+    "algorithm.proximal": ("behaviour", "recompute", "interpolate"),
     "learner.schedule": ("constant", "linear", "cosine"),
     "learner.zero_stage": (0, 1, 2, 3),
     "placement.mode": ("split", "shared"),
@@ -48,7 +48,11 @@ _AT_LEAST = {
     "sampling.filter_tolerance": 0,
     "sampling.window_batches": 0,
     "sampling.max_dispatches_per_batch": 1,
+    "sampling.early_stop.control_share": 0,
     "staleness.max": 0,
+    "staleness.min_ess": 0,
+    "staleness.max_mismatch_kl": 0,
+    "staleness.patience_batches": 1,
     "algorithm.updates_per_batch": 1,
     "algorithm.epochs_per_batch": 1,
     "learner.ranks": 1,
@@ -67,7 +71,25 @@ _AT_LEAST = {
     "eval.max_response_tokens": 1,
     "eval.samples": 0,
     "eval.temperature": 0,  # 0 is greedy
+    "profile.answers_per_prompt": 2,
+    "profile.limit": 1,
     "model.lora.rank": 0,
+    "simulate.steps": 1,
+    "simulate.rollout_gpus": 1,
+    "simulate.learner_gpus": 1,
+    "simulate.gpus_per_engine": 1,
+    "simulate.workload.prompt_tokens": 0,
+    "simulate.workload.median_response_tokens": 1,
+    "simulate.workload.response_spread": 0,
+    "simulate.workload.prompt_share": 0,
+    "simulate.workload.failed_ratio": 0,
+    "simulate.score_s": 0,
+    "simulate.publish_s": 0,
+    "simulate.pause_s": 0,
+    "simulate.between_s": 0,
+    "simulate.turn_s": 0,
+    "simulate.engine_speed_while_learning": 0,
+    "simulate.learner_speed_while_generating": 0,
 }
 _ABOVE_ZERO = (
     "run.watchdog_s",
@@ -77,15 +99,60 @@ _ABOVE_ZERO = (
     "rollout.weights.timeout_s",
     "rollout.gpu_memory_utilization",
     "sampling.min_scored_fraction",
+    "sampling.early_stop.after_s",
+    "sampling.difficulty.memory",
+    "sampling.difficulty.retest_share",
     "learner.start_timeout_s",
     "learner.step_timeout_s",
     "learner.max_grad_norm",
+    "simulate.model.parameters_billion",
+    "simulate.model.active_parameters_billion",
+    "simulate.model.bytes_per_parameter",
+    "simulate.model.kv_bytes_per_token",
+    "simulate.gpu.memory_gb",
+    "simulate.gpu.memory_gb_per_s",
+    "simulate.gpu.peak_tflops",
+    "simulate.gpu.decode_bandwidth_share",
+    "simulate.gpu.decode_mfu",
+    "simulate.gpu.learner_mfu",
+    "simulate.gpu.network_gb_per_s",
+    "simulate.workload.wrong_length_factor",
+    "simulate.workload.pass_alpha",
+    "simulate.workload.pass_beta",
 )
-_AT_MOST_ONE = ("reward.max_error_ratio", "rollout.gpu_memory_utilization", "sampling.min_scored_fraction")
+_AT_MOST_ONE = (
+    "reward.max_error_ratio",
+    "rollout.gpu_memory_utilization",
+    "sampling.min_scored_fraction",
+    "sampling.early_stop.control_share",
+    "sampling.difficulty.memory",
+    "sampling.difficulty.retest_share",
+    "staleness.min_ess",
+    "simulate.gpu.decode_bandwidth_share",
+    "simulate.gpu.decode_mfu",
+    "simulate.gpu.learner_mfu",
+    "simulate.workload.prompt_share",
+    "simulate.workload.failed_ratio",
+    "simulate.engine_speed_while_learning",
+    "simulate.learner_speed_while_generating",
+)
 
 
 def validate(config: Config) -> None:
     """Checks of values and across keys; raises ConfigError for the first that fails."""
+    from orchestrator.algorithm import check_algorithm  # imports torch, which a simulation does without
+
+    _check_keys(config)
+    check_algorithm(config.algorithm, config.sampling.answers_per_group)
+
+
+def validate_simulation(config: Config) -> None:
+    """The same for `headway simulate`, where the objective is of no account and its own keys are."""
+    _check_keys(config)
+    _check_simulation(config)
+
+
+def _check_keys(config: Config) -> None:
     for key, choices in _CHOICES.items():
         value = _get(config, key)
         if value not in choices:
@@ -95,15 +162,17 @@ def validate(config: Config) -> None:
         if value is not None and not value >= least:  # so put, it refuses nan too
             raise ConfigError(f"{key}={value}: expected at least {least}")
     for key in _ABOVE_ZERO:
-        if not (value := _get(config, key)) > 0:
+        if (value := _get(config, key)) is not None and not value > 0:
             raise ConfigError(f"{key}={value}: expected more than 0")
     for key in _AT_MOST_ONE:
-        if (value := _get(config, key)) > 1:
+        if (value := _get(config, key)) is not None and value > 1:
             raise ConfigError(f"{key}={value}: expected at most 1")
     _refuse_none_strings(config, "")
     _check_sampling(config)
-    check_algorithm(config.algorithm, config.sampling.answers_per_group)
     _check_names(config)
+    band = config.profile.band
+    if len(band) != 2 or not 0 <= band[0] <= band[1] <= 1:
+        raise ConfigError(f"profile.band={list(band)}: expected [low, high] with 0 <= low <= high <= 1")
     if config.run.watchdog_s <= config.rollout.answer_timeout_s:
         raise ConfigError(
             f"run.watchdog_s={config.run.watchdog_s} must be longer than rollout.answer_timeout_s="
@@ -122,11 +191,6 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"checkpoint.resume={config.checkpoint.resume} needs run.name: the name of the run to continue"
         )
-    if config.placement.mode == "shared" and config.placement.device == "gpu" and config.staleness.max > 0:
-        raise ConfigError(
-            f"placement.mode=shared on GPUs lets engine and learner take turns, so nothing can be generated ahead: "
-            f"staleness.max={config.staleness.max} needs placement=split, or set staleness.max=0"
-        )
 
 
 def _check_sampling(config: Config) -> None:
@@ -143,6 +207,22 @@ def _check_sampling(config: Config) -> None:
         raise ConfigError(
             f"sampling.answers_per_group={s.answers_per_group}: algorithm.advantage={config.algorithm.advantage} compares "
             "the answers of a group, a group of one teaches nothing; expected at least 2"
+        )
+    if s.pass_rate_band is not None and (len(s.pass_rate_band) != 2 or not s.pass_rate_band[0] <= s.pass_rate_band[1]):
+        raise ConfigError(f"sampling.pass_rate_band={s.pass_rate_band}: expected [low, high] with low <= high, or null")
+    if s.difficulty.sampler and s.answers_per_group < 2:
+        raise ConfigError(
+            f"sampling.difficulty.sampler=true with sampling.answers_per_group={s.answers_per_group}: prompts are drawn by the "
+            "chance that the answers of a group differ; expected at least 2 answers, or set the sampler to false"
+        )
+    if config.staleness.adaptive and config.staleness.max == 0:
+        raise ConfigError(
+            "staleness.adaptive=true moves the bound between 0 and staleness.max; set staleness.max to 1 or more"
+        )
+    if s.early_stop.after_s is not None and s.early_stop.after_s >= r.answer_timeout_s:
+        raise ConfigError(
+            f"sampling.early_stop.after_s={s.early_stop.after_s} must be shorter than rollout.answer_timeout_s="
+            f"{r.answer_timeout_s}: after that no answer is waited for"
         )
     if config.algorithm.updates_per_batch > s.groups_per_batch:
         raise ConfigError(
@@ -162,6 +242,20 @@ def _check_sampling(config: Config) -> None:
         raise ConfigError(
             f"sampling.filter_on={s.filter_on}: no such reward function, expected one of "
             f"{', '.join(config.reward.functions)}"
+        )
+
+
+def _check_simulation(config: Config) -> None:
+    s, longest = config.simulate, config.rollout.max_response_tokens
+    if s.from_run is None and s.workload.median_response_tokens > longest:
+        raise ConfigError(
+            f"simulate.workload.median_response_tokens={s.workload.median_response_tokens:g} is above "
+            f"rollout.max_response_tokens={longest}, which cuts answers off: lower the one or raise the other"
+        )
+    if s.publish_s is not None and s.pause_s is not None and s.pause_s > s.publish_s:
+        raise ConfigError(
+            f"simulate.pause_s={s.pause_s} is the part of simulate.publish_s={s.publish_s} in which engines stand still; "
+            "expected at most as much"
         )
 
 

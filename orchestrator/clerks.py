@@ -1,6 +1,6 @@
 """The clerks: small actors that touch token data near where it lies, so that it never passes through the driver.
 
-A clerk merges payloads of a group whose members were sampled again, writes journal shards, and reads out texts. There
+A clerk merges payloads of a group whose members came from several requests, writes journal shards, and reads out texts. There
 is one per node; they hold nothing between calls, so one that is lost is restarted by Ray and asked again.
 """
 
@@ -21,10 +21,10 @@ from rollout_workers.trajectory import Trajectory
 class Clerk:
     """Create with `ray.remote(Clerk).options(num_cpus=0, max_restarts=-1, max_task_retries=2)`."""
 
-    def merged(self, *payloads: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-        """One payload of several, ordered by member; of a member that was sampled twice, the later one counts."""
+    def merged(self, indexes: Sequence[int], *payloads: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+        """One payload of several, with the members `indexes`; of one that is in several, the later one counts."""
         by_index = {trajectory.index: trajectory for payload in payloads for trajectory in payload}
-        return tuple(by_index[index] for index in sorted(by_index))
+        return tuple(by_index[index] for index in indexes)
 
     def completions(self, payload: Sequence[Trajectory]) -> list[str]:
         """The answers' texts, in the payload's order."""
@@ -75,9 +75,9 @@ class ClerkFleet:
         self._turn += 1
         return self._actors[self._turn % len(self._actors)]
 
-    def merged(self, payloads: Sequence[Any]) -> Any:
-        """A reference to one payload of several."""
-        return self._next().merged.remote(*payloads)
+    def merged(self, payloads: Sequence[Any], indexes: Sequence[int]) -> Any:
+        """A reference to one payload of several, with the members `indexes`."""
+        return self._next().merged.remote(tuple(indexes), *payloads)
 
     async def completions(self, payload: Any) -> list[str]:
         return await self._wait(self._next().completions.remote(payload), "read out a payload")

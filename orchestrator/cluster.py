@@ -154,7 +154,8 @@ class Cluster:
                 kv_cache_mib=r.kv_cache_mib,
                 gpu_memory_utilization=r.gpu_memory_utilization,
                 enforce_eager=r.enforce_eager,
-                takes_turns=placement.takes_turns,
+                takes_turns=placement.engines_sleep,
+                recompute_kv=r.weights.recompute_kv,
                 engine_options=r.engine_options,
             )
             options = actor_options(placement, self._group, index)
@@ -168,7 +169,6 @@ class Cluster:
             workers_per_engine=r.tensor_parallel_size,
             start_timeout_s=r.start_timeout_s,
             weights_timeout_s=r.weights.timeout_s,
-            retries=r.retries,
             max_restarts=r.max_restarts,
             on_change=self._on_change,
         )
@@ -241,7 +241,6 @@ def learner_settings(prepared: Prepared, placement: Placement) -> LearnerSetting
         adam_betas=(learner.adam_beta1, learner.adam_beta2),
         max_grad_norm=learner.max_grad_norm,
         offload=learner.offload,
-        recompute_proximal=a.proximal == "recompute",
         threads=placement.learner_threads if placement.device == "cpu" else None,
         bucket_bytes=config.rollout.weights.bucket_mib * 2**20,
     )

@@ -71,6 +71,9 @@ class RewardFunctionConfig:
     path: str = MISSING  # dotted path, or file.py:function
     weight: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
+    gate: bool = False  # below gate_threshold nothing else counts: the other functions add 0 to the total
+    gate_threshold: float = 1.0  # the least unweighted value with which the gate is passed
+    needs: str | None = None  # the function whose verdict this one is given, as `verdict` or `verdicts`
 
 
 @dataclass
@@ -90,6 +93,9 @@ class WeightsConfig:
     timeout_s: float = 300.0  # for each step of a broadcast
     canary: bool = True  # at start: perturb, publish, see the engines move as the learner did, restore
     probe_max_gap: float | None = None  # nats; null: from the noise measured by the canary
+    # Requests in flight continue under new weights with keys and values recomputed; costs a prefill of every unfinished
+    # answer per update.
+    recompute_kv: bool = False
 
 
 @dataclass
@@ -117,21 +123,50 @@ class RolloutConfig:
 
 
 @dataclass
+class EarlyStopConfig:
+    """Stop groups whose answers in time are all equal, so that the overdue ones would hardly make them useful."""
+
+    after_s: float | None = None  # of generation, since the group's dispatch; null: no group is stopped
+    control_share: float = 0.1  # of the groups that could be stopped go on all the same: they show what stopping loses
+
+
+@dataclass
+class DifficultyConfig:
+    """What is remembered of each prompt's pass rate, and whether it decides which prompts are drawn."""
+
+    memory: float = 0.5  # weight of a prompt's newest group in its remembered pass rate
+    sampler: bool = False  # draw prompts that are all right or all wrong by now less often
+    retest_share: float = 0.1  # sampler: the chance in an epoch that even such a prompt is drawn
+
+
+@dataclass
 class SamplingConfig:
     groups_per_batch: int = 8  # prompts a batch is made of, after filtering
     answers_per_group: int = 8
     filter: bool | None = None  # set equal-reward groups aside; null: on for group-relative estimators
     filter_on: str | None = None  # reward component that must differ; null: reward.primary
     filter_tolerance: float = 1e-6
+    pass_rate_band: list[float] | None = None  # [low, high]: set groups aside whose mean of filter_on is outside
+    keep: str | None = None  # dotted path or file.py:function of a further filter: (scored members) -> bool
     min_scored_fraction: float = 1.0  # of a group's members, for it to train
     window_batches: float = 1.0  # consume oldest-dispatched first within so many batches of dispatch order
     max_dispatches_per_batch: int = 10  # times groups_per_batch; beyond, the data counts as unable to fill it
     on_starved: str = "shrink"  # shrink | stop | error: when the data can't fill a batch
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    difficulty: DifficultyConfig = field(default_factory=DifficultyConfig)
 
 
 @dataclass
 class StalenessConfig:
     max: int = 0  # versions; 0 is synchronous, 1 one-step-off, more fully asynchronous
+    # wait | drop: what to do when an unfinished group would be too old after one more batch without it. wait holds the
+    # batch back and loses nothing; drop trains on others and sets the group aside, which costs slow and long answers.
+    on_late: str = "wait"
+    # Run less far ahead than max while batches come back too far off-policy, and further again when they don't.
+    adaptive: bool = False
+    min_ess: float = 0.7  # adaptive: least mismatch/ess, a share of the batch's tokens
+    max_mismatch_kl: float = 0.05  # adaptive: largest mismatch/kl, nats a token
+    patience_batches: int = 5  # adaptive: batches within both limits before running one version further ahead
 
 
 @dataclass
@@ -142,8 +177,8 @@ class AlgorithmConfig:
     loss_options: dict[str, Any] = field(default_factory=dict)
     aggregation: str = "token_mean"  # a function of learner.aggregation
     aggregation_options: dict[str, Any] = field(default_factory=dict)
-    proximal: str = "behaviour"  # behaviour | recompute: denominator of the policy ratio
-    correction: str | None = None  # a function of learner.corrections; only with a recomputed proximal policy
+    proximal: str = "behaviour"  # behaviour | recompute | interpolate (A-3PO): the policy that the ratio is taken against
+    correction: str | None = None  # a function of learner.corrections, or a dotted path; with proximal=behaviour only a mask
     correction_options: dict[str, Any] = field(default_factory=dict)
     kl_coefficient: float = 0.0  # of the KL term to the initial policy, in the loss
     kl_estimator: str = "k3"
@@ -202,6 +237,74 @@ class EvalConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """For `headway profile-difficulty`: pass rates of data.train, measured before training."""
+
+    answers_per_prompt: int = 8
+    band: tuple[float, float] = (0.2, 0.8)  # [low, high], both inclusive: prompts whose pass rate is in it are kept
+    limit: int | None = None  # measure only the first so many prompts in a run's order (random where data.shuffle)
+    out: str | None = None  # folder of the results; null: difficulty/ in the folder of run.name, else in run.dir
+
+
+@dataclass
+class SimulatedModelConfig:
+    parameters_billion: float = 7.6
+    active_parameters_billion: float | None = None  # that one token uses (mixture of experts); null: all
+    bytes_per_parameter: float = 2.0  # on the engines, and when weights are sent
+    kv_bytes_per_token: float = 57344.0  # 2 x layers x key-value heads x head dimension x bytes of a number
+
+
+@dataclass
+class SimulatedGpuConfig:
+    memory_gb: float = 80.0
+    memory_gb_per_s: float = 3350.0
+    peak_tflops: float = 989.0  # dense, at the model's precision
+    decode_bandwidth_share: float = 0.6  # of memory_gb_per_s that decoding reaches
+    decode_mfu: float = 0.5  # share of peak_tflops that decoding and prefill reach
+    learner_mfu: float = 0.35  # share of peak_tflops that the learner reaches
+    network_gb_per_s: float = 8.0  # at which weights reach the engines, all at once
+
+
+@dataclass
+class SimulatedWorkloadConfig:
+    """Lognormal lengths, Beta-distributed pass rates; see orchestrator.simulation.workload.SyntheticWorkload."""
+
+    prompt_tokens: int = 512
+    median_response_tokens: float = 2500.0
+    response_spread: float = 1.0  # standard deviation of the log-length; 0: all alike
+    prompt_share: float = 0.5  # of the variance of the log-length: the prompt's; the rest is the answer's
+    wrong_length_factor: float = 1.0  # wrong answers are so many times as long
+    pass_alpha: float = 0.5  # mean pass rate is alpha / (alpha + beta); the smaller both, the more prompts are
+    pass_beta: float = 0.5  # always right or always wrong
+    failed_ratio: float = 0.0  # answers without a reward, after all retries
+
+
+@dataclass
+class SimulateConfig:
+    """`headway simulate`. Batch, staleness, window and filter are the ordinary keys; docs/simulator.md."""
+
+    steps: int = 200  # batches to simulate
+    seed: int = 0
+    rollout_gpus: int | None = None  # null: rollout.replicas x rollout.tensor_parallel_size
+    learner_gpus: int | None = None  # null: learner.ranks; with placement.mode=shared both take turns on all of them
+    gpus_per_engine: int | None = None  # null: rollout.tensor_parallel_size
+    from_run: str | None = None  # folder of a finished run: fit to it, and start from its configuration
+    advise: bool = False  # search the split of these GPUs and the staleness, up to staleness.max if that is above 0
+    output: str | None = None  # folder of the results; default: simulations/ with date and time
+    model: SimulatedModelConfig = field(default_factory=SimulatedModelConfig)
+    gpu: SimulatedGpuConfig = field(default_factory=SimulatedGpuConfig)
+    workload: SimulatedWorkloadConfig = field(default_factory=SimulatedWorkloadConfig)
+    score_s: float = 1.0  # last answer of a group to its verdict
+    publish_s: float | None = None  # end of learning to the acknowledgement; null: from model and gpu.network_gb_per_s
+    pause_s: float | None = None  # the part of it in which engines stand still; null: all of it
+    between_s: float = 1.0  # acknowledgement to the next batch: records, probe, checkpoints
+    turn_s: float = 5.0  # placement.mode=shared: putting engines to sleep and waking them, once a batch
+    # Speed of engines and learner while the other side works too. null: 1 (split), turns (shared), or fitted.
+    engine_speed_while_learning: float | None = None
+    learner_speed_while_generating: float | None = None
+
+
+@dataclass
 class LoggingConfig:
     level: str = "INFO"
     wandb: str = "auto"  # auto (online where logged in, else offline) | online | offline | disabled
@@ -223,4 +326,6 @@ class Config:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)

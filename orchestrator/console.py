@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, TypeAlias
@@ -51,6 +51,8 @@ WARNINGS_SHOWN = 3
 CURVE_LENGTH = 16  # batches
 LABEL_WIDTH = 10
 BAR_LENGTH = 40  # characters of a phase that takes the whole batch
+QUEUE_LENGTH = 24  # characters of a full queue
+QUEUE_STYLES = {"generating": "cyan", "scoring": "yellow", "parked": "magenta", "ready": "green", "training": "blue"}
 BLOCKS = "▁▂▃▄▅▆▇█"
 TIME_FORMAT = "%H:%M:%S"
 
@@ -65,16 +67,29 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class QueueView:
+    """`counts` are groups by state, in the order of a group's life; together at most `capacity`.
+
+    `oldest` says which unfinished group has been under way the longest, `oldest_s` for how long (0 and "" for none).
+    """
+
+    counts: Mapping[str, int]
+    capacity: int
+    oldest: str = ""
+    oldest_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class ConsoleState:
     """What there is to see.
 
-    `version` is the number of batches trained, `phase` what the loop does now, `queue` the number of groups
-    by state, `metrics` the latest value of each metric by its name in `orchestrator.metrics`.
+    `version` is the number of batches trained, `phase` what the loop does now, `metrics` the latest value of each
+    metric by its name in `orchestrator.metrics`.
     """
 
     version: int = 0
     phase: str = "starting"
-    queue: Mapping[str, int] = field(default_factory=dict)
+    queue: QueueView | None = None
     metrics: Values = field(default_factory=dict)
     sample: Sample | None = None
 
@@ -101,7 +116,7 @@ class Console:
         self._total_batches = total_batches
         self._title = title
         self._clock = clock
-        self._started_at = self._version_at = clock()
+        self._started_at = self._version_at = self._updated_at = clock()
         self._state = ConsoleState(version=start_version)
         self._rewards: tuple[float, ...] = ()
         self._batch_times_s: tuple[float, ...] = ()
@@ -139,7 +154,7 @@ class Console:
     def update(self, state: ConsoleState) -> None:
         """Shows a state. A higher version than before counts as a finished batch."""
         finished = state.version > self._state.version
-        self._state = state
+        self._state, self._updated_at = state, self._clock()
         if finished:
             self._version_at = self._clock()
             self._rewards = _appended(self._rewards, state.metrics.get("reward/mean"))
@@ -160,8 +175,8 @@ class Console:
         details = Table.grid(padding=(0, 1))
         details.add_column(width=LABEL_WIDTH, style="bold")
         details.add_column(ratio=1)
-        queue = " · ".join(f"{name} {count}" for name, count in state.queue.items())
-        details.add_row("queue", Text(queue or "empty"))
+        for label, text in self._queue():
+            details.add_row(label, text)
         if state.sample is not None:
             reward = "not scored" if state.sample.reward is None else f"reward {state.sample.reward:.3g}"
             details.add_row("prompt", Text(_plain(state.sample.prompt, 65), style="dim"))
@@ -175,6 +190,25 @@ class Console:
             subtitle=Text(state.phase),
             subtitle_align="left",
         )
+
+    def _queue(self) -> Iterator[tuple[str, Text]]:
+        """How full the queue is and of what, how old what was trained on is, and what is waited for."""
+        queue = self._state.queue
+        if queue is not None:
+            bar = Text()
+            for name, count in queue.counts.items():
+                bar.append("█" * round(QUEUE_LENGTH * count / queue.capacity), style=QUEUE_STYLES[name])
+            bar.append("·" * (QUEUE_LENGTH - len(bar)), style="dim")
+            bar.append(f" {sum(queue.counts.values())} of at most {queue.capacity} groups")
+            yield "queue", bar
+            there = {name: count for name, count in queue.counts.items() if count}
+            yield "", Text(", ").join(Text(f"{n} {name}", style=QUEUE_STYLES[name]) for name, n in there.items())
+        shares = staleness_shares(self._state.metrics)
+        if len(shares) > 1:
+            yield "staleness", Text(" · ".join(f"{lag}: {share:.0%}" for lag, share in shares.items()))
+        if queue is not None and queue.oldest:
+            age_s = queue.oldest_s + self._clock() - self._updated_at
+            yield "oldest", Text(f"{_plain(queue.oldest, 65)} for {_duration(age_s)}", style="dim")
 
     def _progress(self) -> RenderableType:
         remaining_s, elapsed_s = self.remaining_s(), self._clock() - self._started_at
@@ -232,6 +266,13 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._keep(record.getMessage())
+
+
+def staleness_shares(metrics: Values) -> dict[int, float]:
+    """Share of the trained answers by staleness in versions, fresh ones first."""
+    prefix = "staleness/share/"
+    shares = {int(name.removeprefix(prefix)): share for name, share in metrics.items() if name.startswith(prefix)}
+    return {lag: share for lag, share in sorted(shares.items()) if share}
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from learner.advantages import GROUP_RELATIVE
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from learner.group_relative import GROUP_RELATIVE
 from orchestrator.config import Config, ConfigError
-from orchestrator.prepare import Prepared
 from orchestrator.prompts import Prompt
-from orchestrator.sampling_types import OnStarved, QueueSettings
+from orchestrator.sampling_types import Member, OnLate, OnStarved, QueueSettings
+from reward_workers.function import RewardFunctionError, load_function
+
+if TYPE_CHECKING:
+    from orchestrator.prepare import Prepared
 
 PROBE_TEXTS = 2
 PROBE_TOKENS = 64
@@ -21,12 +27,23 @@ def queue_settings(config: Config) -> QueueSettings:
         answers_per_group=s.answers_per_group,
         filter=automatic if s.filter is None else s.filter,
         filter_tolerance=s.filter_tolerance,
+        pass_rate_band=None if s.pass_rate_band is None else (s.pass_rate_band[0], s.pass_rate_band[1]),
+        keep=None if s.keep is None else _loaded_filter(s.keep),
         min_scored_fraction=s.min_scored_fraction,
         window_batches=s.window_batches,
         max_dispatches_per_batch=s.max_dispatches_per_batch,
         on_starved=OnStarved(s.on_starved),
+        member_retries=config.rollout.retries,
         max_staleness=config.staleness.max,
+        on_late=OnLate(config.staleness.on_late),
     )
+
+
+def _loaded_filter(path: str) -> Callable[[Sequence[Member]], bool]:
+    try:
+        return load_function(path)
+    except RewardFunctionError as error:
+        raise ConfigError(f"sampling.keep={path}: {error}") from error
 
 
 def shares_prefixes(prepared: Prepared) -> bool:

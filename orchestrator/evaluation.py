@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.answers import ask
 from orchestrator.clerks import ClerkFleet
 from orchestrator.config import Config
 from orchestrator.durable import whole_file
@@ -99,18 +100,17 @@ class Evaluator:
             timeout_s=r.answer_timeout_s,
         )
         async with self._slots:
-            generated = await self._rollouts.generate(request)
+            generated = await ask(request, self._rollouts, self._clerks, retries=r.retries)
+            for error in generated.errors:
+                raise EvaluationError(f"evaluation of prompt {prompt.prompt_id} failed: {error}")
             for member in generated.members:
-                if member.error is not None:
-                    raise EvaluationError(f"evaluation of prompt {prompt.prompt_id} failed: {member.error}")
                 if any(found != version for found, _ in member.token_versions):
                     raise EvaluationError(
                         f"evaluation at version {version}: {generated.replica} answered prompt {prompt.prompt_id} under "
                         f"versions {[v for v, _ in member.token_versions]}"
                     )
-            payload = generated.payloads[0]
-            verdicts = await self._checker.score(payload, prompt.columns, None, prompt.text)
-            texts = await self._clerks.completions(payload)
+            verdicts = await self._checker.score(generated.payload, prompt.columns, None, prompt.text)
+            texts = await self._clerks.completions(generated.payload)
         return Answered(
             prompt,
             texts,

@@ -1,9 +1,11 @@
 """The rollout actors as a fleet: who is healthy, who gets the next group, what happens when one dies.
 
 Contract:
-- A request goes to the healthy actor with the fewest answers outstanding. When the actor is lost or does not answer in
-  time, the members without an answer go to another one, at most `retries` times; after that they are reported as
-  failed, never invented.
+- A request goes to the healthy actor with the fewest answers outstanding, once. When that is lost or does not answer in
+  time, its members are reported as failed, never invented; whoever wants them asks again.
+- Generation can be parked: the requests in flight end with what there is of their answers, and a later request, to
+  whichever actor is free then, continues them. Partial answers that got lost meanwhile are nobody's fault but the
+  group's end (`PartialsLost`).
 - An actor that was lost is replaced (at most `max_restarts` times each) and serves again only after it acknowledged the
   current weight version: it waits in `awaiting_weights` for the next broadcast. (Before the first one, the weights that
   it starts with are the current ones.)
@@ -18,37 +20,42 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import RayError
 
 from learner.rank_group import LearnerGroup
-from rollout_workers.engine import EngineDied, UpdateReport
+from orchestrator.replica import Call, Replica, is_of_an_argument, reason_of_loss
+from rollout_workers.engine import UpdateReport
 from rollout_workers.weights.manifest import Manifest, WeightsNotDelivered
-from rollout_workers.worker import MemberReport, RolloutReport, RolloutRequest
+from rollout_workers.worker import MemberReport, RolloutRequest
 
 logger = logging.getLogger(__name__)
 
 SLACK_S = 30.0  # on top of a deadline that the actor itself keeps
-LOST = (RayActorError, ObjectLostError)
+PARK_ROUND_S = 0.1  # after which requests that an actor had not begun yet are parked once more
 
 
 class FleetError(RuntimeError):
     """No actor is left to do the work, or one broke its contract; the message names it."""
 
 
+class PartialsLost(RuntimeError):
+    """The partial answers that were to be continued can't be read any more; the message names the group."""
+
+
 @dataclass(frozen=True)
 class Generated:
-    """What became of one request: a report for each member, and references to where the trajectories are.
+    """What became of one request: a report for each member, and a reference to the trajectories of those that have one.
 
-    There are several payloads where members were asked for again; of one member, the later counts.
+    `payload` is None where no member is `in_payload`.
     """
 
     members: tuple[MemberReport, ...]
-    payloads: tuple[Any, ...]
+    payload: Any
     replica: str
 
 
@@ -59,19 +66,6 @@ class BroadcastReport:
     manifest: Manifest
     pause_s: float
     total_s: float
-
-
-@dataclass
-class _Replica:
-    name: str
-    index: int
-    handle: Any = None
-    state: str = "starting"  # starting | awaiting_weights | serving | dead
-    acknowledged: int | None = None  # the version that the present actor said it serves, in a broadcast
-    outstanding: int = 0
-    restarts: int = 0
-    answers: int = 0
-    revival: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class RolloutFleet:
@@ -86,7 +80,6 @@ class RolloutFleet:
         workers_per_engine: int,
         start_timeout_s: float,
         weights_timeout_s: float,
-        retries: int,
         max_restarts: int,
         on_change: Callable[[], None],
     ) -> None:
@@ -96,14 +89,12 @@ class RolloutFleet:
         self._connected: list[Any] = []  # actors in the NCCL group
         self._start_timeout_s = start_timeout_s
         self._weights_timeout_s = weights_timeout_s
-        self._retries = retries
         self._max_restarts = max_restarts
         self._on_change = on_change
-        self._replicas = [_Replica(f"rollout-{i}", i) for i in range(count)]
+        self._replicas = [Replica(f"rollout-{i}", i) for i in range(count)]
         self._published = False  # whether there was a broadcast: until then actors start with the current weights
         self._news = asyncio.Event()  # a replica serves, or none ever will
         self._fatal: FleetError | None = None
-        self.retried_answers = 0
         self.version = 0
 
     # Life and death
@@ -115,11 +106,11 @@ class RolloutFleet:
         for replica in self._replicas:
             replica.state = "serving"
 
-    async def _start(self, replica: _Replica) -> None:
+    async def _start(self, replica: Replica) -> None:
         replica.handle = self._make_actor(replica.index)
         await self._call(replica, replica.handle.start.remote(self.version), self._start_timeout_s, "start")
 
-    def _lose(self, replica: _Replica, handle: Any, reason: str) -> None:
+    def _lose(self, replica: Replica, handle: Any, reason: str) -> None:
         """Take the replica whose actor `handle` was lost out of service, and replace it in the background."""
         import ray
 
@@ -127,7 +118,7 @@ class RolloutFleet:
             return  # known already
         logger.warning("%s is lost: %s", replica.name, reason)
         ray.kill(replica.handle)  # its engine process goes with it
-        replica.state, replica.outstanding = "dead", 0
+        replica.state, replica.calls = "dead", set()
         if replica.restarts >= self._max_restarts:
             if all(r.state == "dead" and r.revival is None for r in self._replicas):
                 self._fatal = FleetError(
@@ -140,11 +131,11 @@ class RolloutFleet:
         replica.restarts += 1
         replica.revival = asyncio.create_task(self._revive(replica))
 
-    async def _revive(self, replica: _Replica) -> None:
+    async def _revive(self, replica: Replica) -> None:
         replica.state, replica.acknowledged = "starting", None
         try:
             await self._start(replica)
-        except (FleetError, *LOST, RayTaskError) as error:
+        except (FleetError, RayError) as error:
             replica.revival, replica.state = None, "awaiting_weights"
             self._lose(replica, replica.handle, f"it did not start again: {error}")
             return
@@ -183,30 +174,68 @@ class RolloutFleet:
 
     # Work
 
-    async def generate(self, request: RolloutRequest) -> Generated:
-        """Answer every member of the request that can be answered; the rest are reported with their error."""
-        members: dict[int, MemberReport] = {}
-        payloads: list[Any] = []
-        replica_name = ""
-        for attempt in range(self._retries + 1):
-            missing = tuple(i for i in request.indexes if i not in members or members[i].error)
-            if not missing:
-                break
-            if attempt:
-                self.retried_answers += len(missing)
-            replica = await self._pick(request.timeout_s + self._start_timeout_s)
-            replica_name = replica.name
-            part = replace(request, indexes=missing, attempt=request.attempt * (self._retries + 1) + attempt)
-            report, reference, error = await self._ask(replica, part)
-            if report is None:
-                members |= {i: MemberReport(i, error=error) for i in missing}
-                continue
-            members |= {member.index: member for member in report.members}
-            if any(member.error is None for member in report.members):
-                payloads.append(reference)
-        return Generated(tuple(members[i] for i in request.indexes), tuple(payloads), replica_name)
+    async def generate(self, request: RolloutRequest, partials: Sequence[Any] = ()) -> Generated:
+        """Have the request answered by one replica; members without an answer are reported with their error.
 
-    async def _pick(self, timeout_s: float) -> _Replica:
+        `partials` are references to payloads of earlier requests for the group, see `RolloutWorker.generate`. Raises
+        PartialsLost when one of them is gone, FleetError when no replica is left or serves in time.
+        """
+        replica = await self._pick(request.timeout_s + self._start_timeout_s)
+        handle = replica.handle
+        call = Call(request.group_id, len(request.indexes), asyncio.get_running_loop().create_future())
+        replica.calls.add(call)
+        report_ref, payload_ref = handle.generate.options(num_returns=2).remote(request, *partials)
+        timeout_s = request.timeout_s + SLACK_S
+        try:
+            report = await asyncio.wait_for(report_ref, timeout_s)
+        except TimeoutError:
+            import ray
+
+            ray.cancel(report_ref)
+            reason = f"it did not answer group {request.group_id} within {timeout_s:.0f} s"
+        except RayError as error:
+            if partials and is_of_an_argument(error):
+                raise PartialsLost(
+                    f"the partial answers of group {request.group_id} are lost: {error.cause}"
+                ) from error
+            reason = reason_of_loss(error)
+        else:
+            replica.answers += len(request.indexes)
+            payload = payload_ref if any(member.in_payload for member in report.members) else None
+            return Generated(report.members, payload, replica.name)
+        finally:
+            replica.calls.discard(call)
+            call.ended.set_result(None)
+        self._lose(replica, handle, reason)
+        failed = tuple(MemberReport(i, error=f"{replica.name} was lost: {reason}") for i in request.indexes)
+        return Generated(failed, None, replica.name)
+
+    async def park(self, group_ids: Collection[str] | None = None) -> int:
+        """Interrupt the requests in flight for these groups (None: all), on every serving replica.
+
+        Returns the number of answers interrupted, when every one of those requests has ended: `generate` then returns
+        their members as they are. Requests for which no replica serves yet are not met. A replica that dies meanwhile,
+        or takes too long, is lost as usual.
+        """
+        serving = [replica for replica in self._replicas if replica.state == "serving"]
+        return sum(await asyncio.gather(*(self._park(replica, group_ids) for replica in serving)))
+
+    async def _park(self, replica: Replica, group_ids: Collection[str] | None) -> int:
+        handle = replica.handle
+        calls = [call for call in replica.calls if group_ids is None or call.group_id in group_ids]
+        count = 0
+        try:
+            async with asyncio.timeout(self._weights_timeout_s):
+                while pending := [call for call in calls if not call.ended.done()]:
+                    count += await handle.park.remote(sorted({call.group_id for call in pending}))
+                    await asyncio.wait([call.ended for call in pending], timeout=PARK_ROUND_S)
+        except TimeoutError:
+            self._lose(replica, handle, f"it did not park its answers within {self._weights_timeout_s:.0f} s")
+        except RayError as error:
+            self._lose(replica, handle, reason_of_loss(error))
+        return count
+
+    async def _pick(self, timeout_s: float) -> Replica:
         """The serving replica with the fewest answers outstanding; waits while none serves."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -219,44 +248,18 @@ class RolloutFleet:
         self.check()
         return min((r for r in self._replicas if r.state == "serving"), key=lambda r: r.outstanding)
 
-    async def _ask(self, replica: _Replica, request: RolloutRequest) -> tuple[RolloutReport | None, Any, str]:
-        import ray
-
-        count = len(request.indexes)
-        handle = replica.handle
-        replica.outstanding += count
-        report_ref, payload_ref = handle.generate.options(num_returns=2).remote(request)
-        try:
-            report = await asyncio.wait_for(report_ref, request.timeout_s + SLACK_S)
-            replica.answers += count
-            return report, payload_ref, ""
-        except TimeoutError:
-            ray.cancel(report_ref)
-            reason = f"it did not answer group {request.group_id} within {request.timeout_s + SLACK_S:.0f} s"
-        except LOST as error:
-            reason = str(error).splitlines()[0]
-        except RayTaskError as error:
-            if not isinstance(error.cause, EngineDied):
-                raise
-            reason = str(error.cause)
-        finally:
-            if replica.handle is handle:
-                replica.outstanding = max(0, replica.outstanding - count)
-        self._lose(replica, handle, reason)
-        return None, None, f"{replica.name} was lost: {reason}"
-
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
         """Every serving engine's logprobs (temperature 1) of the given texts, by replica name; none of one that is lost."""
         serving = [r for r in self._replicas if r.state == "serving"]
         answers = await asyncio.gather(*(self._logprobs(replica, sequences) for replica in serving))
         return {r.name: answer for r, answer in zip(serving, answers, strict=True) if answer is not None}
 
-    async def _logprobs(self, replica: _Replica, sequences: Sequence[Sequence[int]]) -> list[np.ndarray] | None:
+    async def _logprobs(self, replica: Replica, sequences: Sequence[Sequence[int]]) -> list[np.ndarray] | None:
         handle = replica.handle
         try:
             return await self._call(replica, handle.logprobs.remote(sequences), self._weights_timeout_s, "score texts")
-        except LOST as error:
-            self._lose(replica, handle, str(error).splitlines()[0])
+        except RayError as error:
+            self._lose(replica, handle, reason_of_loss(error))
             return None
 
     async def sleep(self) -> None:
@@ -300,7 +303,7 @@ class RolloutFleet:
         self.check()
 
     async def _broadcast_buckets(
-        self, learner: LearnerGroup, version: int, members: Sequence[_Replica]
+        self, learner: LearnerGroup, version: int, members: Sequence[Replica]
     ) -> tuple[Manifest, list[float]]:
         """Buckets reach each actor while its engine still generates; only loading them makes it pause."""
         deliveries: list[asyncio.Task[Any]] = []
@@ -321,24 +324,24 @@ class RolloutFleet:
         )
         return manifest, [pause for pause in pauses if pause is not None]
 
-    async def _deliver(self, replica: _Replica, handle: Any, reference: Any) -> None:
+    async def _deliver(self, replica: Replica, handle: Any, reference: Any) -> None:
         try:
             await self._call(replica, reference, self._weights_timeout_s, "receive weights")
-        except LOST as error:
-            self._lose(replica, handle, str(error).splitlines()[0])
+        except RayError as error:
+            self._lose(replica, handle, reason_of_loss(error))
 
-    async def _load(self, replica: _Replica, handle: Any, version: int, manifest: Manifest) -> float | None:
+    async def _load(self, replica: Replica, handle: Any, version: int, manifest: Manifest) -> float | None:
         """Have the replica load what it received, and check that; the pause in seconds, None if it was lost instead."""
         if replica.state not in ("serving", "awaiting_weights"):
             return None
         try:
             report = await self._call(replica, handle.update.remote(version), self._weights_timeout_s, "load weights")
-        except LOST as error:
-            self._lose(replica, handle, str(error).splitlines()[0])
+        except RayError as error:
+            self._lose(replica, handle, reason_of_loss(error))
             return None
         return self._acknowledge(replica, handle, report, manifest)
 
-    def _acknowledge(self, replica: _Replica, handle: Any, report: UpdateReport, manifest: Manifest) -> float:
+    def _acknowledge(self, replica: Replica, handle: Any, report: UpdateReport, manifest: Manifest) -> float:
         """Take a replica's word that it serves a version, if what it received is what was sent; its pause in seconds."""
         if report.version != manifest.version:
             raise WeightsNotDelivered(
@@ -350,7 +353,7 @@ class RolloutFleet:
         return report.pause_s
 
     async def _broadcast_nccl(
-        self, learner: LearnerGroup, version: int, members: Sequence[_Replica]
+        self, learner: LearnerGroup, version: int, members: Sequence[Replica]
     ) -> tuple[Manifest, list[float]]:
         """vLLM's NCCL transport: engines receive while the learner sends, in a group formed anew when members change."""
         handles = [replica.handle for replica in members]
@@ -366,7 +369,7 @@ class RolloutFleet:
             pauses.append(self._acknowledge(replica, replica.handle, report, manifest))
         return manifest, pauses
 
-    async def _connect_nccl(self, learner: LearnerGroup, members: Sequence[_Replica]) -> None:
+    async def _connect_nccl(self, learner: LearnerGroup, members: Sequence[Replica]) -> None:
         """The learner's rank 0 is rank 0 of the group; each engine's workers follow."""
         common = await learner.nccl_rendezvous()
         common |= {"world_size": 1 + self._workers_per_engine * len(members)}
@@ -389,14 +392,14 @@ class RolloutFleet:
 
     # Calls
 
-    async def _call(self, replica: _Replica, reference: Any, timeout_s: float, what: str) -> Any:
+    async def _call(self, replica: Replica, reference: Any, timeout_s: float, what: str) -> Any:
         try:
             return await asyncio.wait_for(reference, timeout_s)
         except TimeoutError as error:
             raise FleetError(f"{replica.name} did not {what} within {timeout_s:.0f} s") from error
 
     def metrics(self) -> dict[str, float]:
-        values: dict[str, float] = {"rollout/retries": self.retried_answers}
+        values: dict[str, float] = {}
         for replica in self._replicas:
             values[f"rollout/{replica.name}/answers"] = replica.answers
             values[f"rollout/{replica.name}/restarts"] = replica.restarts

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.fleet import Generated
 from orchestrator.journal import Outcome
 from orchestrator.prompts import Prompt
 from orchestrator.sampling_types import Member
@@ -16,7 +17,11 @@ from rollout_workers.worker import MemberReport
 
 @dataclass
 class Flight:
-    """`payload` refers to the trajectories of the members that have one, ordered by member index."""
+    """`payload` refers to the trajectories of the answered members, ordered by member index, once all are written.
+
+    Until then `payloads` are those of each request, oldest first: of a member that is in several, the last one counts.
+    `partials` are the payloads that interrupted members go on from.
+    """
 
     group_id: str
     prompt: Prompt
@@ -25,14 +30,46 @@ class Flight:
     dispatched_at: float = field(default_factory=time.time)
     generated_at: float | None = None
     scored_at: float | None = None
+    generating_s: float = 0.0  # spent in requests
+    attempt: int = 0  # rounds of resampling so far
     payload: Any = None
+    payloads: list[Any] = field(default_factory=list)
+    partials: tuple[Any, ...] = ()
+    interrupted: bool = False  # some payload holds unfinished answers
+    overdue: bool = False  # sampling.early_stop.after_s has passed
+    reviewed: bool = False  # whether to stop it early was decided
+    control: int | None = None  # tokens it had when it could have been stopped early, and was not
     reports: dict[int, MemberReport] = field(default_factory=dict)
     results: dict[int, RewardResult] = field(default_factory=dict)
 
     @property
     def answered(self) -> list[int]:
-        """Members that have a trajectory, in the payload's order."""
-        return sorted(index for index, report in self.reports.items() if report.error is None)
+        """Members whose answer is there whole, in the payload's order."""
+        return sorted(i for i, report in self.reports.items() if report.in_payload and not report.parked)
+
+    @property
+    def parked(self) -> list[int]:
+        """Members that were interrupted."""
+        return sorted(index for index, report in self.reports.items() if report.parked)
+
+    @property
+    def missing(self) -> list[int]:
+        """Members whose generation failed."""
+        return sorted(index for index, report in self.reports.items() if report.error is not None)
+
+    @property
+    def tokens(self) -> int:
+        """Sampled so far."""
+        return sum(report.response_length for report in self.reports.values())
+
+    def add(self, generated: Generated) -> None:
+        """What came of one request."""
+        self.reports |= {member.index: member for member in generated.members}
+        if generated.payload is not None:
+            self.payloads.append(generated.payload)
+        parked = any(member.parked and member.in_payload for member in generated.members)
+        self.partials = (generated.payload,) if parked else ()
+        self.interrupted = self.interrupted or parked
 
     def position(self, index: int) -> int:
         return self.answered.index(index)

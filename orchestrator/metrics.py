@@ -75,6 +75,12 @@ CATALOGUE = (
         "answers whose data row holds a gold answer that can't be read",
         "share",
     ),
+    Metric(
+        "reward_metric/<component>/weighted",
+        "mean of what one of several reward functions adds to the total: weight times value, 0 behind a gate not passed",
+        "reward",
+    ),
+    Metric("reward_metric/<component>/passed", "answers that passed a gate, of those that it judged", "share"),
     Metric("reward_metric/<metric>", "mean of a number that a reward function reported beside its value", "1"),
     # Groups.
     Metric("group/dispatched", "groups sent to the rollout workers", "groups"),
@@ -106,6 +112,18 @@ CATALOGUE = (
         "groups",
     ),
     Metric("group/all_wrong", "scored groups without variance whose answers are wrong", "groups"),
+    Metric("group/out_of_band", "groups filtered because of sampling.pass_rate_band", "groups"),
+    Metric("group/not_kept", "groups filtered because sampling.keep said so", "groups"),
+    # Data.
+    Metric(
+        "data/epoch", "passes over data.train so far, skipped prompts included: 1.5 is halfway through the second", "1"
+    ),
+    Metric("data/skipped", "prompts that sampling.difficulty.sampler did not draw in their epoch", "prompts"),
+    Metric("data/known_prompts", "prompts that had a judged group, and so have a remembered pass rate", "prompts"),
+    Metric("data/pass_rate_mean", "mean remembered pass rate of the known prompts", "share"),
+    Metric("data/all_right_ratio", "known prompts with a remembered pass rate of 0.95 or more", "share"),
+    Metric("data/all_wrong_ratio", "known prompts with a remembered pass rate of 0.05 or less", "share"),
+    Metric("data/between_ratio", "known prompts with a pass rate between these", "share"),
     # The queue.
     Metric("queue/generating", "groups with answers still being written", "groups"),
     Metric("queue/scoring", "groups being judged", "groups"),
@@ -133,6 +151,25 @@ CATALOGUE = (
         "answers",
     ),
     Metric("staleness/left_out_length_mean", "mean length of those answers", "tokens"),
+    Metric("staleness/share/<n>", "trained answers with a staleness of n versions: the batch's histogram", "share"),
+    Metric(
+        "staleness/bound",
+        "versions that generation could run ahead: staleness.max, or less where staleness.adaptive tightened it",
+        "versions",
+    ),
+    # Early stop.
+    Metric("early_stop/stopped", "groups stopped because their answers in time were all equal", "groups"),
+    Metric("early_stop/discarded_tokens", "tokens of their unfinished answers so far, thrown away", "tokens"),
+    Metric(
+        "early_stop/saved_tokens",
+        "tokens they would still have written, if they are like the controls (sampling.early_stop.control_share)",
+        "tokens",
+    ),
+    Metric(
+        "early_stop/lost_useful_ratio",
+        "controls that were worth training on in the end: the share of stopped groups that stopping lost",
+        "share",
+    ),
     # The policy update.
     Metric("actor/loss", "loss that was minimised, summed over micro-batches and ranks, mean over updates", "1"),
     Metric("actor/entropy", "mean entropy of the policy's next-token distribution at the trained tokens", "nats"),
@@ -147,18 +184,27 @@ CATALOGUE = (
         "nats",
     ),
     Metric("actor/clip_ratio", "trained tokens whose gradient was removed by the loss's clipping", "share"),
+    Metric("actor/masked_ratio", "trained tokens that algorithm.correction took out of the loss: weight 0", "share"),
+    Metric("actor/correction_mean", "mean weight of the trained tokens by algorithm.correction", "1"),
     Metric("actor/grad_norm", "global gradient norm before clipping, mean over the batch's updates", "1"),
     Metric("actor/lr", "learning rate of the batch's last update", "1"),
+    Metric("actor/staleness_<n>/clip_ratio", "actor/clip_ratio of the tokens of staleness n", "share"),
+    Metric("actor/staleness_<n>/masked_ratio", "actor/masked_ratio of the tokens of staleness n", "share"),
     # Engine against learner.
-    Metric(
-        "mismatch/kl",
-        "KL(behaviour || learner before the update): mean of r - 1 - ln r over the trained tokens, "
-        "r = exp(learner logprob - behaviour logprob)",
-        "nats",
-    ),
+    Metric("mismatch/kl", "KL(behaviour || learner): mean of r - 1 - ln r, never negative", "nats"),
+    Metric("mismatch/kl_k1", "the same by the mean of -ln r, which is noisier: it may be negative", "nats"),
+    Metric("mismatch/m2", "second moment: mean of (ln r)^2", "1"),
     Metric("mismatch/ess", "effective sample size of the token ratios r: (sum r)^2 / (n * sum r^2)", "share"),
     Metric("mismatch/ratio_mean", "mean of r over the trained tokens; 1 where engine and learner agree", "1"),
     Metric("mismatch/ratio_max", "largest r of a trained token", "1"),
+    Metric("mismatch/logprob_gap_max", "largest |ln r| of a trained token, at most 20", "nats"),
+    Metric("mismatch/probability_gap_max", "largest difference of a trained token's two probabilities", "share"),
+    Metric("mismatch/missing_ratio", "trained tokens without a logprob from the engine; their r counts as 1", "share"),
+    Metric("mismatch/staleness_<n>/tokens", "trained tokens of staleness n", "tokens"),
+    Metric("mismatch/staleness_<n>/kl", "mismatch/kl of these tokens", "nats"),
+    Metric("mismatch/staleness_<n>/ess", "mismatch/ess of these tokens, as a share of them", "share"),
+    Metric("mismatch/staleness_<n>/ratio_mean", "mismatch/ratio_mean of these tokens", "1"),
+    Metric("mismatch/staleness_<n>/ratio_max", "mismatch/ratio_max of these tokens", "1"),
     # Answers.
     Metric("response_length/mean", "mean number of sampled tokens of an answer", "tokens"),
     Metric("response_length/max", "largest number of sampled tokens of an answer", "tokens"),
@@ -188,6 +234,12 @@ CATALOGUE = (
     # Time.
     Metric("time_s/batch", "from one version's acknowledgement to the next's", "s"),
     Metric("time_s/collect", "the loop waited for a batch: what generation and scoring did not hide", "s"),
+    Metric(
+        "time_s/late",
+        "of time_s/collect: a batch was held back for unfinished groups that would be too old after it (staleness.on_late)",
+        "s",
+    ),
+    Metric("time_s/park", "the engines were cleared for a learner that shares their devices", "s"),
     Metric("time_s/learn", "the learner's forward, backward and optimizer updates, data transfer included", "s"),
     Metric("time_s/publish", "the new weights went to every rollout actor", "s"),
     Metric("time_s/eval", "held-out evaluation", "s"),
@@ -210,6 +262,7 @@ CATALOGUE = (
     Metric("perf/learner_busy_ratio", "time_s/learn / time_s/batch", "share"),
     # Rollout workers.
     Metric("rollout/retries", "answers asked for again because their generation failed", "answers"),
+    Metric("rollout/parked", "answers interrupted, to go on later with the tokens they had", "answers"),
     Metric("rollout/<replica>/answers", "answers that one rollout actor finished", "answers"),
     Metric(
         "rollout/<replica>/generated_tokens_per_s",
@@ -251,12 +304,21 @@ SECTIONS = {
     "filtering does not flatter the numbers. Shares are of these answers.",
     "reward_metric": "Over the same answers as the reward metrics.",
     "group": "Counts since the record before.",
+    "data": "A prompt's pass rate is the mean of its group's sampling.filter_on values, held to 0 to 1, averaged over its "
+    "groups with sampling.difficulty.memory as the newest one's weight. `data/skipped` counts since the record before, the others "
+    "are as the record was written.",
     "queue": "How many groups were in each state when the batch was taken.",
+    "early_stop": "Over the time since this process started, but for `stopped`, which is since the record before.",
     "staleness": "Staleness of an answer = version the learner is about to improve - oldest version among "
     "its sampled tokens, as the engine reported them.",
-    "actor": "Over the tokens in the loss of all ranks, mean over the batch's optimizer updates unless said otherwise.",
-    "mismatch": "How far the learner's logprobs, before its first update on the batch, are from those that "
-    "the engine reported. At staleness 0 this is numerical difference alone.",
+    "actor": "Over the tokens in the loss of all ranks, mean over the batch's optimizer updates unless said otherwise. "
+    "Staleness n of a token = version that the batch improves - version that wrote the token; what is staler than "
+    "staleness.max counts there.",
+    "mismatch": "How far the learner's logprobs are from those that the engine reported: r = exp(learner logprob - behaviour "
+    "logprob), over the trained tokens, each counted once. The learner's logprob is that of the first forward pass over the "
+    "token, before the first update of the batch; with algorithm.updates_per_batch above 1 the passes of later updates come "
+    "after the earlier ones, except with algorithm.proximal=recompute, where all are of before. At staleness 0 the mismatch is "
+    "numerical difference alone. Staleness n is that of a token, as in `actor`.",
     "response_length": "Over the same answers as the reward metrics; prompt and tool tokens are not counted.",
     "bias": "Is what is consumed like what was asked for? Over all groups since this process started; 1 when "
     "nothing scored is waiting and nothing was set aside as stale.",

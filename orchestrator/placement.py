@@ -29,8 +29,8 @@ class Placement:
     learner_threads: int
 
     @property
-    def takes_turns(self) -> bool:
-        """Engines must give their memory back while the learner works. CPU threads just idle."""
+    def engines_sleep(self) -> bool:
+        """Whether engines must give their memory back while the learner works. CPU threads just idle."""
         return self.shared and self.device == "gpu"
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config import Config, ConfigError, RewardFunctionConfig, SourceConfig
+from orchestrator.derived import queue_settings
 from orchestrator.models import resolve_model
 from orchestrator.prompts import PromptSource, load_sources, refuse_long_prompts, require_batch
 from reward_workers.function import RewardFunction, RewardFunctionError
@@ -42,6 +43,8 @@ class Prepared:
 
 def prepare(config: Config, reward: UserReward | None = None, *, training: bool = True) -> Prepared:
     """Load and check. `reward` is what a Python caller passed instead of `reward.functions`."""
+    if training:
+        queue_settings(config)  # imports the user's filter, if there is one
     model_path = str(resolve_model(config.model.path))
     _check_context(config, model_path)
     chat = ChatTemplate.from_pretrained(model_path, config.model.chat_template_kwargs)
@@ -57,11 +60,11 @@ def prepare(config: Config, reward: UserReward | None = None, *, training: bool 
     for source in [*train, *evaluation]:
         refuse_long_prompts(source, chat, config.rollout.max_prompt_tokens)
     for source in train:
-        _check_columns(source, rewards, "data.train")
+        _check_rows(source, rewards, "data.train")
     checker = _checker(config, rewards) if evaluation else None
     if checker is not None:
         for source in evaluation:
-            _check_columns(source, checker, "data.eval")
+            _check_rows(source, checker, "data.eval")
     return Prepared(config, model_path, chat, train, evaluation, rewards, checker)
 
 
@@ -92,7 +95,8 @@ def _rewards(config: Config, reward: UserReward | None) -> RewardSet:
 
 
 def _function(name: str, config: RewardFunctionConfig) -> RewardFunction:
-    return RewardFunction(name, config.path, config.weight, dict(config.options))
+    gate = config.gate_threshold if config.gate else None
+    return RewardFunction(name, config.path, config.weight, dict(config.options), gate, config.needs)
 
 
 def _checker(config: Config, rewards: RewardSet) -> RewardSet:
@@ -101,23 +105,21 @@ def _checker(config: Config, rewards: RewardSet) -> RewardSet:
             "eval.checker is not set: evaluation uses the training reward %r, which can't notice that it is being gamed",
             rewards.primary,
         )
-        return RewardSet(rewards.select([rewards.primary]))
     try:
+        if config.eval.checker is None:
+            return RewardSet(rewards.select([rewards.primary]))
         return RewardSet((_function(CHECKER, config.eval.checker),))
     except RewardFunctionError as error:
         raise ConfigError(f"eval.checker: {error}") from error
 
 
-def _check_columns(source: PromptSource, rewards: RewardSet, key: str) -> None:
-    """The columns that a source's rows have must be enough for the functions that judge them."""
-    columns: set[str] = set()
+def _check_rows(source: PromptSource, rewards: RewardSet, key: str) -> None:
+    """Every row has what the functions that judge it take, and a gold that they can use."""
     for prompt in source:
-        columns |= prompt.columns.keys()
-    names = source.config.reward if key == "data.train" else None
-    try:
-        rewards.check_columns(columns, names)
-    except ValueError as error:
-        raise ConfigError(f"{key}.{source.name}: {error}") from error
+        try:
+            rewards.check_row(prompt.columns, prompt.reward if key == "data.train" else None)
+        except RewardFunctionError as error:
+            raise ConfigError(f"{key}.{source.name}: row {prompt.prompt_id!r}: {error}") from error
 
 
 def source_of(data: Any) -> dict[str, SourceConfig]:

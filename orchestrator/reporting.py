@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from learner.objective import Tally as LearnTally
+from learner import mismatch
+from learner.tally import Tally as LearnTally
 from learner.worker import LearnReport
 from orchestrator.fleet import BroadcastReport
 from orchestrator.flight import Flight
@@ -15,6 +17,32 @@ from orchestrator.probe import ProbeReport
 from orchestrator.sampling_queue import SamplingQueue
 from orchestrator.sampling_types import Batch, Counts
 from rollout_workers.trajectory import RewardResult
+
+
+@dataclass
+class EarlyStops:
+    """What stopping overdue groups came to since this process started, and what controls say that it lost."""
+
+    stopped: int = 0
+    discarded_tokens: int = 0
+    controls: int = 0
+    useful_controls: int = 0
+    control_tokens: int = 0  # written by controls after the moment at which they could have been stopped
+
+    def metrics(self, stopped_now: int) -> dict[str, float]:
+        """`early_stop/*`; empty where nothing could be stopped yet."""
+        if not self.stopped + self.controls:
+            return {}
+        values: dict[str, float] = {
+            "early_stop/stopped": stopped_now,
+            "early_stop/discarded_tokens": self.discarded_tokens,
+        }
+        if self.controls:
+            values |= {
+                "early_stop/saved_tokens": self.stopped * self.control_tokens / self.controls,
+                "early_stop/lost_useful_ratio": self.useful_controls / self.controls,
+            }
+        return values
 
 
 class BatchReport:
@@ -28,6 +56,7 @@ class BatchReport:
         self._scored = Population()
         self._consumed = Population()
         self._before = before
+        self._early_stop = EarlyStops()
         self._reset()
 
     def _reset(self) -> None:
@@ -37,6 +66,7 @@ class BatchReport:
         self._truncated: list[bool] = []
         self._generate_s: list[float] = []
         self._score_s: list[float] = []
+        self._parked = self._stopped = 0
         self._phases: dict[str, float] = {}
 
     @contextmanager
@@ -62,6 +92,23 @@ class BatchReport:
     def consumed(self, flight: Flight) -> None:
         """A group was trained on or filtered."""
         self._consumed += self._population(flight)
+
+    def parked(self, answers: int) -> None:
+        """So many answers were interrupted, to go on later."""
+        self._parked += answers
+
+    def stopped(self, flight: Flight) -> None:
+        """An overdue group was stopped; what its unfinished answers had is thrown away."""
+        self._stopped += 1
+        self._early_stop.stopped += 1
+        self._early_stop.discarded_tokens += sum(flight.reports[i].response_length for i in flight.parked)
+
+    def went_on(self, flight: Flight, *, useful: bool) -> None:
+        """A group that could have been stopped went on to its end, as a control."""
+        assert flight.control is not None
+        self._early_stop.controls += 1
+        self._early_stop.useful_controls += useful
+        self._early_stop.control_tokens += flight.tokens - flight.control
 
     def _population(self, flight: Flight) -> Population:
         """Its scored answers: how many, how long, how right."""
@@ -112,6 +159,8 @@ class BatchReport:
         values |= self._group_values(queue, batch)
         values |= batch.staleness().metrics()
         values |= _left_out(batch)
+        values |= {"rollout/retries": batch.tally.resampled_members, "rollout/parked": self._parked}
+        values |= self._early_stop.metrics(self._stopped)
         values |= learner_metrics(reports, tally)
         self._reset()
         return values
@@ -124,10 +173,16 @@ class BatchReport:
             f"group/{name}": getattr(counts, name) - getattr(before, name)
             for name in ("dispatched", "trained", "filtered", "failed", "stale")
         }
-        values |= {"group/scored": t.judged, "group/all_right": t.all_right, "group/all_wrong": t.all_wrong}
+        values |= {
+            "group/scored": t.judged,
+            "group/all_right": t.all_right,
+            "group/all_wrong": t.all_wrong,
+            "group/out_of_band": t.out_of_band,
+            "group/not_kept": t.not_kept,
+        }
         if t.judged:
             values["group/zero_variance_ratio"] = t.zero_variance / t.judged
-        return values | queue_gauges(counts)
+        return values | queue_gauges(batch.counts)
 
 
 def queue_gauges(counts: Counts) -> dict[str, float]:
@@ -142,9 +197,21 @@ def _left_out(batch: Batch) -> dict[str, float]:
     return values
 
 
+_ACTOR_MEANS = {
+    "entropy": "entropy",
+    "ppo_kl": "ppo_kl",
+    "kl_ref": "kl_ref",
+    "clip_ratio": "clipped",
+    "masked_ratio": "masked",
+    "correction_mean": "correction",
+}
+# What is also told for each staleness on its own.
+_ACTOR_SPLIT = ("clip_ratio", "masked_ratio")
+_MISMATCH_SPLIT = ("kl", "ess", "ratio_mean", "ratio_max")
+
+
 def learner_metrics(reports: list[LearnReport], tally: LearnTally) -> dict[str, float]:
     """`actor/*` and `mismatch/*`: sums over all ranks first, one division at the end."""
-    sums: Mapping[str, float] = tally.sums
     report = reports[0]
     updates = len(report.grad_norms)
     values: dict[str, float] = {}
@@ -152,19 +219,20 @@ def learner_metrics(reports: list[LearnReport], tally: LearnTally) -> dict[str, 
         values = {
             "actor/grad_norm": sum(report.grad_norms) / updates,
             "actor/lr": report.learning_rates[-1],
-            "actor/loss": sums.get("loss", 0.0) / updates,
+            "actor/loss": tally.total("loss") / updates,
         }
-    tokens = sums.get("tokens", 0.0)
-    if tokens:
-        values |= {
-            "actor/entropy": sums["entropy"] / tokens,
-            "actor/ppo_kl": sums["ppo_kl"] / tokens,
-            "actor/clip_ratio": sums["clipped"] / tokens,
-            "mismatch/kl": sums["mismatch_kl"] / tokens,
-            "mismatch/ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]),
-            "mismatch/ratio_mean": sums["ratio"] / tokens,
-            "mismatch/ratio_max": tally.maxima["ratio_max"],
-        }
-        if "kl_ref" in sums:
-            values["actor/kl_ref"] = sums["kl_ref"] / tokens
+    values |= {f"actor/{name}": value for name, value in _actor(tally).items()}
+    values |= {f"mismatch/{name}": value for name, value in mismatch.metrics(tally).items()}
+    for staleness, part in enumerate(tally.split()):
+        actor, apart = _actor(part), mismatch.metrics(part)
+        values |= {f"actor/staleness_{staleness}/{name}": actor[name] for name in _ACTOR_SPLIT if name in actor}
+        values |= {f"mismatch/staleness_{staleness}/{name}": apart[name] for name in _MISMATCH_SPLIT if name in apart}
+        if apart:
+            values[f"mismatch/staleness_{staleness}/tokens"] = part.total("mismatch_tokens")
     return values
+
+
+def _actor(tally: LearnTally) -> dict[str, float]:
+    """Means over the tokens of all passes, of what the objective counts; empty without tokens."""
+    tokens = tally.total("tokens")
+    return {name: tally.total(key) / tokens for name, key in _ACTOR_MEANS.items() if tokens and key in tally.sums}

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.fleet import LOST, SLACK_S, FleetError
+from orchestrator.fleet import SLACK_S, FleetError
+from orchestrator.replica import LOST
 from reward_workers.alarm import ErrorAlarm
 from rollout_workers.trajectory import RewardResult, Status
 

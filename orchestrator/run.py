@@ -1,51 +1,41 @@
 """The run: one loop of explicit phases (dispatch, collect, learn, publish) around the sampling queue.
 
-`Run.loop` is the whole algorithm. Groups fly on their own (`_fly`: generate, score, tell the queue), so while the
-learner works, generation goes on exactly as far as the queue's admission allows: `staleness.max=0` makes the loop
-synchronous, more makes it asynchronous, and nothing else differs.
-
-Every event of the queue goes through `_carry_out`, which keeps prompt frontier, journal and queue in step: an outcome is
-recorded at the moment the queue decides it, and a checkpoint is a snapshot between two awaits.
+`Run.loop` is the whole algorithm. Groups fly on their own (`orchestrator.dispatcher`: generate, score, tell the queue), so
+while the learner works, generation goes on exactly as far as the queue's admission allows: `staleness.max=0` makes the loop
+synchronous, more makes it asynchronous, and nothing else differs. Where engines and learner share devices
+(`placement.mode=shared`) they take turns: what is being written is parked while the learner works.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import shutil
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
-
-from ray.exceptions import ObjectLostError, RayTaskError
 
 from orchestrator.batching import LearningPlan, plan_learning
 from orchestrator.checkpoint import Cadence, Checkpoint, CheckpointStore, restore_rng, rng_state
 from orchestrator.cluster import Cluster
-from orchestrator.console import Console, ConsoleState, Sample
+from orchestrator.console import Console, ConsoleState, QueueView, Sample
 from orchestrator.derived import probe_texts, queue_settings, shares_prefixes
+from orchestrator.difficulty import DifficultySampler, PassRates
+from orchestrator.dispatcher import Dispatcher
 from orchestrator.evaluation import Evaluator, SetResult, metrics_of
 from orchestrator.fleet import BroadcastReport
-from orchestrator.flight import Flight
-from orchestrator.journal import JOURNAL, Outcome, write_outcomes
+from orchestrator.journal import JOURNAL, write_outcomes
 from orchestrator.prepare import Prepared
 from orchestrator.probe import Probe
 from orchestrator.prompts import PromptStream
 from orchestrator.reporting import BatchReport, queue_gauges
-from orchestrator.reward_fleet import RewardsLost, lost_rewards
 from orchestrator.sampling_queue import SamplingQueue
-from orchestrator.sampling_types import (
-    Batch,
-    Commands,
-    Done,
-    OfferAgain,
-    OnStarved,
-    Stage,
-    Starvation,
-)
+from orchestrator.sampling_types import Batch, OnStarved, Starvation
 from orchestrator.sinks import Recorder, WandbSink
-from rollout_workers.worker import RolloutRequest, SamplingSettings
+from orchestrator.staleness import AdaptiveBound
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +76,15 @@ class Run:
         self.clerks = cluster.clerks
         self.recorder, self.wandb, self.console, self.store = recorder, wandb, console, store
         self.checkpoint = checkpoint
-        self.prompts = PromptStream.from_config(prepared.train, config.data)
+        self.pass_rates = PassRates(config.sampling.difficulty.memory)
+        sampler = DifficultySampler.from_config(config, self.pass_rates)
+        self.prompts = PromptStream.from_config(prepared.train, config.data, sampler)
         settings = queue_settings(config)
         self.queue = SamplingQueue(settings)
         if checkpoint is not None:
             self.queue = SamplingQueue.restore(checkpoint.run_state["queue"], settings)
             self.prompts.restore(checkpoint.run_state["prompts"])
+            self.pass_rates.restore(checkpoint.run_state["pass_rates"])
             restore_rng(checkpoint.run_state["rng"])
         state = checkpoint.run_state if checkpoint is not None else {}
         self.evaluated: int | None = state.get("evaluated")
@@ -113,17 +106,37 @@ class Run:
             max_gap=config.rollout.weights.probe_max_gap,
         )
         self.share_prefixes = shares_prefixes(prepared)
-        self.takes_turns = cluster.placement.takes_turns
-        self.filter_on = prepared.filter_on
+        self.placement = cluster.placement
         self.report = BatchReport(prepared.filter_on, self.queue.counts)
-        self.flights: dict[str, Flight] = {}
-        self.flying: set[asyncio.Task[None]] = set()
-        self.outcomes: list[Outcome] = []
         self.changed = changed  # something happened that the loop may be waiting for
-        self.dispatched = self.queue.counts.dispatched
+        self.dispatcher = Dispatcher(
+            config,
+            self.queue,
+            self.prompts,
+            self.rollouts,
+            self.rewards,
+            self.clerks,
+            self.report,
+            self.pass_rates,
+            filter_on=prepared.filter_on,
+            lineage=lineage,
+            start_task=lambda work: self.tasks.create_task(work),
+            changed=changed.set,
+        )
+        self.flights = self.dispatcher.flights
+        self.bound = self._adaptive_bound(state.get("bound"))
         self.metrics: dict[str, Any] = {}
         self.sample: Sample | None = None
-        self.over = False
+
+    def _adaptive_bound(self, state: dict[str, Any] | None) -> AdaptiveBound | None:
+        s = self.config.staleness
+        if not s.adaptive:
+            return None
+        bound = AdaptiveBound(s.max, min_ess=s.min_ess, max_kl=s.max_mismatch_kl, patience=s.patience_batches)
+        if state is not None:
+            bound.restore(state)
+        self.queue.run_ahead(bound.versions)
+        return bound
 
     @property
     def version(self) -> int:
@@ -144,7 +157,7 @@ class Run:
                 try:
                     await self.loop()
                 finally:
-                    self._stop_flights()
+                    self.dispatcher.stop()
         except BaseExceptionGroup as group:
             # One cause is enough for a person; a group's failure cancels everything else.
             raise _first(group) from group
@@ -157,10 +170,11 @@ class Run:
                 batch = await self._collect()
             if batch is None:
                 break
-            with self.report.phase("learn"):
-                plan, learned = await self._learn(batch)
-            with self.report.phase("publish"):
-                broadcast = await self._publish(batch)
+            async with self._learners_turn():
+                with self.report.phase("learn"):
+                    plan, learned = await self._learn(batch)
+                with self.report.phase("publish"):
+                    broadcast = await self._publish(batch)
             await self._record(batch, plan, learned, broadcast)
             ended = self.version >= self.config.run.batches  # evaluated before it is saved: a resume repeats nothing
             await self._evaluate_if_due(ended=ended)
@@ -174,7 +188,7 @@ class Run:
         """The next batch; None when the data can't fill one and the run is to stop."""
         self._show("collect")
         while True:
-            self._dispatch()
+            self.dispatcher.dispatch()
             await self._attend()
             shrink = self.config.sampling.on_starved == "shrink"
             if (batch := self.queue.take_batch(shrink=shrink)) is not None:
@@ -183,10 +197,11 @@ class Run:
                 self._give_up(starvation)
                 return None
             self._show("collect")
-            try:
-                await asyncio.wait_for(self.changed.wait(), self.config.run.watchdog_s)
-            except TimeoutError as error:
-                raise NoProgress(self._dump()) from error
+            with self.report.phase("late") if self.queue.waits_for_late() else nullcontext():
+                try:
+                    await asyncio.wait_for(self.changed.wait(), self.config.run.watchdog_s)
+                except TimeoutError as error:
+                    raise NoProgress(self._dump()) from error
             self.changed.clear()
 
     async def _attend(self) -> None:
@@ -217,98 +232,20 @@ class Run:
             f"{self.queue.counts}\noldest unfinished groups:\n{oldest}"
         )
 
-    def _dispatch(self) -> None:
-        while not self.over and min(self.queue.room(), self._wanted()) > 0:
-            prompt = self.prompts.next()
-            if prompt is None:
-                self.queue.prompts_exhausted()
-                return
-            group_id = f"g{self.lineage}-{self.dispatched:06d}"
-            self.dispatched += 1
-            flight = Flight(group_id, prompt, self.config.sampling.answers_per_group, self.version)
-            self.flights[group_id] = flight
-            self.queue.dispatched(group_id, prompt.prompt_id, prompt.epoch)
-            task = self.tasks.create_task(self._fly(flight), name=group_id)
-            self.flying.add(task)
-            task.add_done_callback(self.flying.discard)
-
-    def _wanted(self) -> int:
-        """Groups that the rest of the run can still use: nothing is generated for batches that will never be."""
-        rest = (self.config.run.batches - self.version) * self.config.sampling.groups_per_batch
-        return rest - self.queue.counts.untrained
-
-    async def _fly(self, flight: Flight) -> None:
-        """One group from dispatch to the queue's verdict."""
-        await self._generate(flight)
-        self.queue.generated(flight.group_id)
-        try:
-            await self._score(flight)
-        except (ObjectLostError, RayTaskError) as error:
-            self._carry_out(self.queue.failed(flight.group_id, f"its answers were lost: {error}"))
-            return
-        commands = self.queue.scored(flight.group_id, flight.members(self.filter_on))
-        self.report.scored(flight)
-        self._carry_out(commands)
-
-    async def _generate(self, flight: Flight) -> None:
-        r = self.config.rollout
-        generated = await self.rollouts.generate(
-            RolloutRequest(
-                group_id=flight.group_id,
-                prompt_id=flight.prompt.prompt_id,
-                epoch=flight.prompt.epoch,
-                messages=flight.prompt.messages,
-                indexes=tuple(range(flight.size)),
-                sampling=SamplingSettings(
-                    r.temperature,
-                    r.max_response_tokens,
-                    seed_base=self.config.run.seed if self.config.run.deterministic else None,
-                ),
-                timeout_s=r.answer_timeout_s,
-            )
-        )
-        flight.reports = {member.index: member for member in generated.members}
-        payloads = generated.payloads
-        if payloads:  # several, if members were asked for again elsewhere
-            flight.payload = payloads[0] if len(payloads) == 1 else self.clerks.merged(payloads)
-        flight.generated_at = time.time()
-
-    async def _score(self, flight: Flight) -> None:
-        if flight.payload is None:
-            return
-        prompt = flight.prompt
-        try:
-            results = await self.rewards.score(flight.payload, prompt.columns, prompt.reward, prompt.text)
-        except RewardsLost as error:
-            results = lost_rewards(len(flight.answered), str(error))
-        flight.judge(results)
-
-    def _carry_out(self, commands: Commands) -> None:
-        """What the queue decided about groups: tell the frontier, the journal and the metrics."""
-        for command in commands:
-            if isinstance(command, OfferAgain):
-                self.prompts.offer_again(command.prompt_id, command.epoch)
-                self.flights.pop(command.group_id)
-            elif isinstance(command, Done):
-                flight = self.flights.pop(command.group_id)
-                self.prompts.done(command.prompt_id, command.epoch)
-                self.outcomes.append(flight.outcome(command.outcome.value, command.reason))
-                if command.outcome in (Stage.TRAINED, Stage.FILTERED):
-                    self.report.consumed(flight)
-                if command.outcome is Stage.FAILED:
-                    logger.warning(
-                        "group %s (prompt %s) failed: %s", command.group_id, command.prompt_id, command.reason
-                    )
-        self._dispatch()
-        self.changed.set()
-
-    def _stop_flights(self) -> None:
-        """The run is over: groups still in flight are given up, their prompts not used up."""
-        self.over = True  # an answer that arrives in this moment may outrun its task's cancellation
-        for task in self.flying.copy():
-            task.cancel()
-
     # Learn and publish
+
+    @asynccontextmanager
+    async def _learners_turn(self) -> AsyncIterator[None]:
+        """Where the learner shares its devices with the engines, these write nothing meanwhile."""
+        if not self.placement.shared:
+            yield
+            return
+        with self.report.phase("park"):
+            await self._attended(self.dispatcher.ground())
+        try:
+            yield
+        finally:
+            self.dispatcher.clear()
 
     async def _learn(self, batch: Batch) -> tuple[LearningPlan, Any]:
         """All optimizer updates of a batch; its journal is written meanwhile."""
@@ -318,10 +255,10 @@ class Run:
         )
         payloads = [self.flights[group.group_id].payload for group in batch.groups]
         step_before = self.learner.optimizer_step
-        if self.takes_turns:
+        if self.placement.engines_sleep:
             await self.rollouts.sleep()
         reports, tally, logprobs = await self.learner.learn(plan.ranks, payloads)
-        if self.takes_turns:
+        if self.placement.engines_sleep:
             await self.rollouts.wake()
         rows = self._journal_rows(batch, plan, step_before, reports[0].optimizer_step)
         self.journaled = self.tasks.create_task(
@@ -360,10 +297,9 @@ class Run:
         self.sample = await self._sample(batch)
         broadcast = await self.rollouts.broadcast(self.learner, self.version + 1)
         await self.journaled
-        self._carry_out(self.queue.acknowledged(self.version + 1))
+        self.dispatcher.acknowledged(self.version + 1)
         # The outcomes decided so far belong to the batch that led here; see the journal's third invariant.
-        outcomes, self.outcomes = self.outcomes, []
-        write_outcomes(self.folder / JOURNAL, self.lineage, batch.version, outcomes)
+        write_outcomes(self.folder / JOURNAL, self.lineage, batch.version, self.dispatcher.take_outcomes())
         self.probed = await self.probe.compare(self.version)
         return broadcast
 
@@ -409,13 +345,14 @@ class Run:
         self._show("checkpoint")
         with self.report.phase("checkpoint"), self.store.saving(self.version) as staging:
             # One snapshot, with no await inside: what the frontier counts as done is in the journal.
-            if self.outcomes:
-                write_outcomes(self.folder / JOURNAL, self.lineage, self.version - 1, self.outcomes, shard=1)
-                self.outcomes = []
+            if outcomes := self.dispatcher.take_outcomes():
+                write_outcomes(self.folder / JOURNAL, self.lineage, self.version - 1, outcomes, shard=1)
             state = {
                 "queue": self.queue.state(),
                 "prompts": self.prompts.state(),
+                "pass_rates": self.pass_rates.state(),
                 "rng": rng_state(),
+                "bound": None if self.bound is None else self.bound.state(),
                 "evaluated": self.evaluated,
             }
             names = await self.learner.save(staging)
@@ -427,7 +364,14 @@ class Run:
         reports, tally = learned
         lengths = [row.response_length for row in plan.rows]
         values = self.report.values(self.queue, batch, lengths, reports, tally, broadcast, self.probed)
-        self._log(values | self.rollouts.metrics())
+        values["staleness/bound"] = self.config.staleness.max
+        if self.bound is not None:
+            values["staleness/bound"] = self.bound.versions
+            if "mismatch/ess" in values:
+                self.queue.run_ahead(self.bound.observe(values["mismatch/ess"], values["mismatch/kl"]))
+        # Of this batch's histogram alone; a staleness that no answer has is absent.
+        self.metrics = {name: v for name, v in self.metrics.items() if not name.startswith("staleness/share/")}
+        self._log(values | self.rollouts.metrics() | self.prompts.metrics() | self.pass_rates.metrics())
         self._show("collect")
 
     def _log(self, values: dict[str, float]) -> None:
@@ -436,14 +380,12 @@ class Run:
 
     def _show(self, phase: str) -> None:
         counts = {name.removeprefix("queue/"): int(n) for name, n in queue_gauges(self.queue.counts).items()}
+        queue = QueueView(counts, self.queue.settings.policy.capacity)
+        for group_id, prompt_id, stage in self.queue.oldest(1):
+            age_s = time.time() - self.flights[group_id].dispatched_at
+            queue = dataclasses.replace(queue, oldest=f"{group_id} (prompt {prompt_id}) {stage}", oldest_s=age_s)
         self.console.update(
-            ConsoleState(
-                version=self.version,
-                phase=phase,
-                queue=counts,
-                metrics=dict(self.metrics),
-                sample=self.sample,
-            )
+            ConsoleState(version=self.version, phase=phase, queue=queue, metrics=dict(self.metrics), sample=self.sample)
         )
 
     async def _export_model(self) -> None:

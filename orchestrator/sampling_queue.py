@@ -21,7 +21,10 @@ Invariants, asserted after every event (`check` proves them at length):
 - Order: ready groups are consumed oldest-dispatched first, and only those at most window_batches *
   groups_per_batch dispatches younger than the oldest unfinished group (0: strict, infinite: greedy). This
   can't deadlock: an unfinished group waits for its workers, never for the queue, and when none is unfinished
-  every ready group may be consumed. In strict order admission alone keeps the bound: nothing goes stale.
+  every ready group may be consumed.
+- No waste: with on_late=wait, a group overtakes unfinished ones only while all of these can still be trained within
+  the bound, in this batch or the next ones (earliest deadline first). Since admission leaves a place in time for every
+  dispatch, nothing ever becomes stale, however long it takes; without it, slow and long answers would be lost, twice.
 - Effort: groups that are untrained when a batch is taken, and dispatches until the next one is, are together
   at most (max_dispatches_per_batch + max_staleness) * groups_per_batch; the second summand is the run-ahead
   for later batches, which must not count against the one being filled. Once that is spent, or the prompts
@@ -52,6 +55,7 @@ from orchestrator.sampling_types import (
     Done,
     Member,
     OfferAgain,
+    OnLate,
     OnStarved,
     QueueSettings,
     Resample,
@@ -87,6 +91,7 @@ class _Group:
     prompt_id: str
     epoch: int
     sequence: int  # of its dispatch
+    version: int  # at its dispatch: no token of it is older
     stage: Stage = Stage.GENERATING
     resamples: int = 0
     members: tuple[Member, ...] = ()
@@ -123,6 +128,10 @@ class SamplingQueue:
         self._beyond: list[tuple[int, _Group]] = []
         self._eligible: list[tuple[int, _Group]] = []
         self._eligible_count = 0
+        # Waiting groups by the version of their dispatch: unfinished, ready, and ready inside the window.
+        self._unfinished_by_version: Counter[int] = Counter()
+        self._ready_by_version: Counter[int] = Counter()
+        self._eligible_by_version: Counter[int] = Counter()
         self._expiring: dict[int, dict[str, _Group]] = {}  # ready groups by the version that makes them stale
         self._second_chances: set[tuple[str, int]] = set()  # prompts offered again after a stale group
 
@@ -134,8 +143,9 @@ class SamplingQueue:
             raise QueueError(f"group {group_id} (prompt {prompt_id}) was dispatched twice")
         if self._places() < 1:
             raise QueueError(f"group {group_id} (prompt {prompt_id}) was dispatched beyond the room: {self.counts}")
-        group = _Group(group_id, prompt_id, epoch, sequence=self._dispatched)
+        group = _Group(group_id, prompt_id, epoch, self._dispatched, self.version)
         self._groups[group_id] = self._unfinished[group_id] = group
+        self._unfinished_by_version[self.version] += 1
         self._dispatched += 1
         self._budget -= 1
         self._stages[Stage.GENERATING] += 1
@@ -166,17 +176,9 @@ class SamplingQueue:
         self._move(self._find(group_id, Stage.PARKED), Stage.GENERATING)
         return ()
 
-    def stopped(self, group_id: str, members: Sequence[Member]) -> Commands:
-        """A parked group's judged members, the rest being overdue: if it can hardly become useful, it is filtered.
-
-        That is so where the filter is on and all of them, at least half of the group, are equal. Otherwise nothing
-        happens, and the group is to be resumed.
-        """
+    def stopped(self, group_id: str) -> Commands:
+        """The driver gives a parked group up because it is `hardly_useful`; its prompt is used up."""
         group = self._find(group_id, Stage.PARKED)
-        scored = [member for member in members if member.reward is not None]
-        needed = max(self.settings.min_trainable, math.ceil(self.settings.answers_per_group / 2))
-        if not self.settings.filter or len(scored) < needed or not self._equal(scored):
-            return ()
         self._judgements["stopped_early"] += 1
         return (self._done(group, Stage.FILTERED, "stopped early: the answers in time do not differ"),)
 
@@ -231,7 +233,7 @@ class SamplingQueue:
         return ()
 
     def take_batch(self, *, shrink: bool = False) -> Batch | None:
-        """The next batch, None while it can't be filled or another one is in training.
+        """The next batch, None while it can't be filled, is held back, or another one is in training.
 
         With `shrink`, what is ready makes a smaller batch, but only when the queue is starved.
         """
@@ -239,13 +241,15 @@ class SamplingQueue:
         size = min(wanted, self._eligible_count)
         if self._training or size == 0 or (size < wanted and not (shrink and self.starvation())):
             return None
+        if self._held_back(size):
+            return None
         taken: list[BatchGroup] = []
         while len(taken) < size:
             _, group = heapq.heappop(self._eligible)
             if group.stage is Stage.READY:
                 taken.append(self._take(group))
         tally = self.tally
-        batch = Batch(self.version, tuple(taken), wanted, tally - self._before)
+        batch = Batch(self.version, tuple(taken), wanted, tally - self._before, self.counts)
         self._before = tally
         self._budget = self._effort - (len(self._groups) - len(self._training))
         return batch
@@ -265,6 +269,20 @@ class SamplingQueue:
     def room(self) -> int:
         """How many prompts may be dispatched now; 0 once the prompts are exhausted."""
         return 0 if self._exhausted else self._places()
+
+    def hardly_useful(self, members: Sequence[Member]) -> bool:
+        """Whether these judged members, the group's others being overdue, leave little hope that it could be kept.
+
+        So it is where equal groups are filtered and all of them, at least half of the group, are equal.
+        """
+        scored = [member for member in members if member.reward is not None]
+        needed = max(self.settings.min_trainable, math.ceil(self.settings.answers_per_group / 2))
+        return self.settings.filter and len(scored) >= needed and self._equal(scored)
+
+    def waits_for_late(self) -> bool:
+        """Whether a batch is there but held back for unfinished groups that would be too old after it."""
+        wanted = self.settings.groups_per_batch
+        return not self._training and self._eligible_count >= wanted and self._held_back(wanted)
 
     def starvation(self) -> Starvation | None:
         """Why no batch can be filled any more, or None while it still can."""
@@ -339,6 +357,14 @@ class SamplingQueue:
             "a ready group would not expire": ready != {k: v for g in self._expiring.values() for k, v in g.items()},
             "the window is wrong": any(group.eligible != (group.sequence <= limit) for group in ready.values()),
             "eligible groups are miscounted": self._eligible_count != sum(g.eligible for g in ready.values()),
+            "groups are miscounted by version": any(
+                counted != Counter(group.version for group in self._groups.values() if belongs(group))
+                for counted, belongs in (
+                    (self._unfinished_by_version, lambda group: group.stage in UNFINISHED),
+                    (self._ready_by_version, lambda group: group.stage is Stage.READY),
+                    (self._eligible_by_version, lambda group: group.stage is Stage.READY and group.eligible),
+                )
+            ),
             "more places are claimed than there are": self._claimed() > self.policy.capacity,
             "the dispatch budget is overdrawn": self._budget < 0,
         }
@@ -359,6 +385,27 @@ class SamplingQueue:
     def _places(self) -> int:
         """Dispatches that admission and the effort bound allow, whatever prompts there are."""
         return min(self._admission.room(self._claimed()), self._budget)
+
+    def _held_back(self, size: int) -> bool:
+        """Whether the oldest `size` groups inside the window would leave some unfinished one without its place in time.
+
+        A group of version v may be trained at versions up to v + max_staleness. So for each v, what is left of versions
+        up to v must fit the batches from the next version to that one.
+        """
+        if self.settings.on_late is OnLate.DROP or not self._unfinished:
+            return False
+        left = unfinished = 0
+        for version in sorted(self._unfinished_by_version.keys() | self._ready_by_version.keys()):
+            taken = min(size, self._eligible_by_version[version])
+            size -= taken
+            batches = version + self.policy.max_staleness - self.version
+            if batches < 0:  # too late already (versions may jump)
+                continue
+            unfinished += self._unfinished_by_version[version]
+            left += self._unfinished_by_version[version] + self._ready_by_version[version] - taken
+            if unfinished and left > batches * self.settings.groups_per_batch:
+                return True
+        return False
 
     def _claimed(self) -> int:
         """Places in use: untrained groups, with a batch in training counted as a full one."""
@@ -431,14 +478,19 @@ class SamplingQueue:
             if stage in UNFINISHED:
                 return
             del self._unfinished[group.group_id]
+            _decrement(self._unfinished_by_version, group.version)
         elif before is Stage.READY:
-            self._eligible_count -= group.eligible
+            _decrement(self._ready_by_version, group.version)
+            if group.eligible:
+                self._eligible_count -= 1
+                _decrement(self._eligible_by_version, group.version)
             del self._expiring[group.expires][group.group_id]
             if not self._expiring[group.expires]:
                 del self._expiring[group.expires]
         else:
             del self._training[group.group_id]
         if stage is Stage.READY:
+            self._ready_by_version[group.version] += 1
             heapq.heappush(self._beyond, (group.sequence, group))
             self._expiring.setdefault(group.expires, {})[group.group_id] = group
         elif stage is Stage.TRAINING:
@@ -460,12 +512,20 @@ class SamplingQueue:
             if group.stage is Stage.READY:
                 group.eligible = True
                 self._eligible_count += 1
+                self._eligible_by_version[group.version] += 1
                 heapq.heappush(self._eligible, entry)
 
     def _assert_bounds(self) -> None:
         total = sum(self._stages.values())
         if total != self._dispatched or len(self._groups) > self.policy.capacity:
             raise QueueError(f"conservation or admission is broken (capacity {self.policy.capacity}): {self.counts}")
+
+
+def _decrement(counts: Counter[int], key: int) -> None:
+    """Keys at zero are removed."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def _filter_values(scored: Sequence[Member]) -> list[float]:

@@ -44,6 +44,13 @@ class OnStarved(enum.StrEnum):
     ERROR = "error"
 
 
+class OnLate(enum.StrEnum):
+    """What to do when an unfinished group would be too old after one more batch without it."""
+
+    WAIT = "wait"  # for it: the batch is held back
+    DROP = "drop"  # train on others; the group is set aside as stale when it is finished
+
+
 @dataclass(frozen=True)
 class QueueSettings:
     """The queue's settings. ValueError, naming the key, for one that could deadlock or train nothing.
@@ -64,6 +71,7 @@ class QueueSettings:
     on_starved: OnStarved = OnStarved.SHRINK
     member_retries: int = 0  # rounds of Resample for one group
     max_staleness: int = 0  # versions
+    on_late: OnLate = OnLate.WAIT
 
     def __post_init__(self) -> None:
         least = {
@@ -274,12 +282,16 @@ class BatchGroup:
 
 @dataclass(frozen=True)
 class Batch:
-    """Groups, oldest-dispatched first, that improve `version`; `tally` is of the time since the last one."""
+    """Groups, oldest-dispatched first, that improve `version`.
+
+    `tally` is of the time since the batch before was taken, `counts` are of the moment at which this one was.
+    """
 
     version: int
     groups: tuple[BatchGroup, ...]
     wanted_groups: int
     tally: Tally
+    counts: Counts
 
     @property
     def shrunk(self) -> bool:

@@ -141,8 +141,9 @@ class BatchStaleness:
     histogram: Mapping[int, int]
 
     def metrics(self) -> dict[str, float]:
-        """The six numbers under their metric names, `staleness/...`."""
-        return {
+        """All of it under metric names, `staleness/...`."""
+        shares = {f"staleness/share/{lag}": count / self.trajectories for lag, count in self.histogram.items()}
+        return shares | {
             "staleness/stale_ratio": self.stale_ratio,
             "staleness/stale_token_ratio": self.stale_token_ratio,
             "staleness/mean": self.mean,

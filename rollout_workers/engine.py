@@ -5,7 +5,11 @@ sampled token's own logprob after temperature (`processed_logprobs`), and the sp
 recorded. Sampling is never truncated here (no top_p, top_k, min_p), and a model's own generation defaults are ignored.
 
 A request's `cache_salt` is the version it was dispatched under, so its prompt never meets keys and values of another
-version. Requests in flight survive an update (`pause` keeps them) and go on under the new weights.
+version. Requests in flight survive an update (`pause` keeps them) and go on under the new weights, either with the keys
+and values that they have or, with `recompute_kv`, with new ones of the whole text.
+
+`park` interrupts requests: each returns what was sampled so far, complete with logprobs and versions, and leaves nothing
+in the engine. An answer is finished or parked; one that the engine itself gave up is an error.
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,9 +29,16 @@ from rollout_workers.weights.vllm_plugin import ENGINE_EXTENSION, NCCL_BACKEND, 
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 CPU_KV_CACHE_MIB = 512
 CPU_STEP_TOKENS = 8192  # of one engine step, prompts included
 CPU_BLOCK_TOKENS = 32  # prompts shorter than a block never meet the prefix cache; vLLM's CPU default is 128
+
+PARKED = "parked"  # the finish reason of an answer that was interrupted, to be continued
+FINISHED = ("stop", "length")  # vLLM's others, like `abort` and `error`, are no answers
+ABORT_ROUND_S = 0.01
+DEATH_CHECK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -46,12 +57,16 @@ class EngineSettings:
     gpu_memory_utilization: float = 0.85
     enforce_eager: bool = True
     takes_turns: bool = False  # shares its device with the learner: gives its memory back while that works
+    recompute_kv: bool = False  # at an update, recompute keys and values of requests in flight under the new weights
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the engine sampled for one request. Spans count from the first sampled token."""
+    """What the engine sampled for one request. Spans count from the first sampled token.
+
+    `finish_reason` is `stop` or `length`, or `parked`: then there may be no token at all.
+    """
 
     token_ids: np.ndarray  # int32 [T]
     logprobs: np.ndarray  # float32 [T]
@@ -72,10 +87,20 @@ class EngineDied(RuntimeError):
     """The engine process is gone; the actor around it is of no more use."""
 
 
+@dataclass(eq=False)
+class _Request:
+    """One answer being written. `ended` is whether it was interrupted, once it is not written any more."""
+
+    name: str
+    ended: asyncio.Future[bool]
+    parked: bool = False
+
+
 class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._request_numbers = itertools.count()
+        self._probe_numbers = itertools.count()
+        self._requests: set[_Request] = set()
         self.version = 0
 
     async def start(self, version: int) -> None:
@@ -118,6 +143,7 @@ class Engine:
 
     async def generate(
         self,
+        name: str,
         prompt_ids: Sequence[int],
         *,
         temperature: float,
@@ -125,9 +151,12 @@ class Engine:
         eos_ids: Sequence[int],
         seed: int | None,
     ) -> Answer:
-        """Sample one answer. Raises EngineDied when the engine process is gone."""
+        """Sample one answer; `park` finds it by `name`, which several requests may share.
+
+        Raises EngineDied when the engine process is gone, RuntimeError when the engine gave the request up.
+        """
         from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
@@ -139,8 +168,18 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=f"v{self.version}")
-        output = (await self._run(prompt, parameters)).outputs[0]
+        prompt = tokens_input(list(prompt_ids), cache_salt=f"v{self.version}")
+        request = _Request(name, asyncio.get_running_loop().create_future())
+        self._requests.add(request)
+        interrupted = False
+        try:
+            output = (await self._run(name, prompt, parameters)).outputs[0]
+            interrupted = request.parked and output.finish_reason == "abort"
+        finally:
+            self._requests.discard(request)
+            request.ended.set_result(interrupted)
+        if not interrupted and output.finish_reason not in FINISHED:
+            raise RuntimeError(f"the engine gave a request up: {output.finish_reason}")
         ids = np.asarray(output.token_ids, dtype=np.int32)
         if output.logprobs is None or len(output.logprobs) != len(ids):
             raise ValueError(f"the engine returned {len(ids)} ids and {len(output.logprobs or ())} logprobs")
@@ -153,32 +192,54 @@ class Engine:
         spans = tuple(
             VersionSpan(s.start, s.end, int(s.version)) for s in output.weight_versions or () if s.end > s.start
         )
-        return Answer(ids, logprobs, spans, output.finish_reason or "unknown")
+        return Answer(ids, logprobs, spans, PARKED if interrupted else output.finish_reason)
+
+    async def park(self, names: Collection[str]) -> int:
+        """Interrupt the answers being written under these names; returns how many were.
+
+        Their `generate` calls return at once, and when this returns, the engine process holds nothing of them. Works
+        for requests that wait in the engine's queue and during an update as well. Raises EngineDied.
+        """
+        requests = [request for request in self._requests if request.name in names]
+        mine = [request for request in requests if not request.parked]
+        for request in mine:
+            request.parked = True
+        await self._watched(self._abort(requests))
+        return sum(request.ended.result() for request in mine)
+
+    async def _abort(self, requests: Sequence[_Request]) -> None:
+        pending = {request.ended for request in requests}
+        while pending:
+            # vLLM aborts every request of a name. One that it is only just being given is met by the next round.
+            await self._llm.abort({request.name for request in requests if request.ended in pending})
+            _, pending = await asyncio.wait(pending, timeout=ABORT_ROUND_S)
+        # The engine process takes its messages in order: when it answers this one, it has dropped the requests.
+        await self._llm.get_weight_version()
 
     async def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logprobs (temperature 1) of tokens 1… of a given text under the current weights: float32 [T-1]."""
         from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
         )
+        name = f"probe-{next(self._probe_numbers)}"
         # A salt of its own: a probe must be computed anew each time.
-        salt = f"probe-{next(self._request_numbers)}"
-        prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=salt)
-        entries = (await self._run(prompt, parameters)).prompt_logprobs
+        prompt = tokens_input(list(token_ids), cache_salt=name)
+        entries = (await self._run(name, prompt, parameters)).prompt_logprobs
         return np.asarray(
             [entry[int(t)].logprob for t, entry in zip(token_ids[1:], entries[1:], strict=True)],
             dtype=np.float32,
         )
 
-    async def _run(self, prompt: Any, parameters: Any) -> Any:
+    async def _run(self, name: str, prompt: Any, parameters: Any) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         final = None
         try:
-            async for output in self._llm.generate(prompt, parameters, str(next(self._request_numbers))):
+            async for output in self._llm.generate(prompt, parameters, name):
                 final = output
         except EngineDeadError as error:
             raise EngineDied("the vLLM engine process died") from error
@@ -186,44 +247,76 @@ class Engine:
             raise RuntimeError("the engine ended a request without any output")
         return final
 
+    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that waits for the engine process; EngineDied when that is gone.
+
+        vLLM never answers the calls that were under way when its engine process died.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                if self._llm.errored:
+                    raise EngineDied("the vLLM engine process died")
+                await asyncio.wait([task], timeout=DEATH_CHECK_S)
+            return task.result()
+        except EngineDeadError as error:
+            raise EngineDied("the vLLM engine process died") from error
+        finally:
+            task.cancel()
+
     async def connect(self, init_info: Mapping[str, Any]) -> None:
         """Join a weight-transfer group (NCCL); returns when every member has joined."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(init_info)))
+        request = WeightTransferInitRequest(init_info=dict(init_info))
+        await self._watched(self._llm.init_weight_transfer_engine(request))
 
     async def disconnect(self) -> None:
-        await self._llm.shutdown_weight_transfer_engine()
+        await self._watched(self._llm.shutdown_weight_transfer_engine())
 
     async def update(self, version: int, update_infos: Sequence[Mapping[str, Any]]) -> UpdateReport:
         """Load a weight version while requests in flight wait, and report what arrived.
 
-        An engine whose update failed stays paused.
+        An engine whose update failed stays paused. Raises EngineDied when the engine process is gone.
         """
+        began = time.monotonic()
+        received = await self._watched(self._load(version, update_infos))
+        if any(other != received[0] for other in received[1:]):
+            raise RuntimeError(f"tensor-parallel workers received different weights of version {version}")
+        return UpdateReport(version, received[0], time.monotonic() - began)
+
+    async def _load(self, version: int, update_infos: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, int]]:
+        """What each tensor-parallel worker received: checksums by tensor name."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        began = time.monotonic()
         # Keys and values of the old version stay for the requests in flight; new requests can't meet them (salt).
         await self._llm.pause_generation(mode="keep", clear_cache=False)
         await self._llm.start_weight_update()
         for info in update_infos:
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
-        received = await self._llm.collective_rpc("headway_received")
+        received: Sequence[Mapping[str, int]] = await self._llm.collective_rpc("headway_received")
         await self._llm.finish_weight_update(weight_version=str(version))
+        if self._settings.recompute_kv:
+            await self._drop_keys_and_values()
         self.version = version
         # Not in a `finally`: after a failed update the weights are half loaded, and no token may come from them.
         await self._llm.resume_generation()
-        if any(other != received[0] for other in received[1:]):
-            raise RuntimeError(f"tensor-parallel workers received different weights of version {version}")
-        return UpdateReport(version, received[0], time.monotonic() - began)
+        return received
+
+    async def _drop_keys_and_values(self) -> None:
+        """Of everything, requests in flight included: they are computed anew when generation is resumed."""
+        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("the engine could not drop the keys and values of requests in flight (recompute_kv)")
 
     async def sleep(self) -> None:
         """Give the device's memory to the learner: weights go to the host, keys and values are dropped."""
-        await self._llm.sleep(level=1)
+        await self._watched(self._llm.sleep(level=1))
 
     async def wake(self) -> None:
         """Take the memory back; the weights are those from before `sleep`, until the next update."""
-        await self._llm.wake_up()
+        await self._watched(self._llm.wake_up())
 
     async def close(self) -> None:
         self._llm.shutdown(timeout=1.0)  # the CPU engine's process never ends by itself, and holds nothing of value

@@ -74,8 +74,9 @@ class Trajectory:
 
     `token_ids` int32 [T], `response_mask` bool [T], `behaviour_logprobs` float32 [T] (0 where the mask is
     False; temperature applied). `version_spans` cover exactly the masked tokens, in order, without overlap.
-    `messages` is the conversation, the answer included. `finish_reason` is the engine's: `stop`, `length`,
-    `abort`, … `turns` counts assistant turns. `routed_experts` is kept for mixture-of-experts replay.
+    `messages` is the conversation, the answer included. `finish_reason` is `stop`, `length`, or `parked` for
+    one that was interrupted, to be continued. `turns` counts assistant turns. `routed_experts` is kept for
+    mixture-of-experts replay.
 
     Raises ValueError, naming the trajectory, when lengths or spans do not fit each other.
     """

@@ -3,6 +3,9 @@
 `generate` answers one request, which is some members of one group, and returns two things: small reports for the
 orchestrator, and the trajectories themselves, which stay in the object store of this node until a reward actor or a
 learner rank fetches them. A member that failed is a report with `error`, never a trajectory with made-up numbers.
+
+`park` interrupts requests: their members return as they are, and a later request, here or at another actor, continues
+them from the very ids that were sampled. A continued answer is one trajectory, its spans say which version wrote what.
 """
 
 from __future__ import annotations
@@ -11,14 +14,14 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rollout_workers.chat import ChatTemplate
-from rollout_workers.engine import Answer, Engine, EngineDied, EngineSettings, UpdateReport
+from rollout_workers.engine import PARKED, Answer, Engine, EngineDied, EngineSettings, UpdateReport
 from rollout_workers.trajectory import Message, Trajectory, VersionSpan
 from rollout_workers.weights.bucket import Bucket
 from rollout_workers.weights.spool import Spool
@@ -51,14 +54,24 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class MemberReport:
-    """What the orchestrator needs to know of one member. The payload holds those without `error`, in this order."""
+    """What the orchestrator needs to know of one member; lengths and versions are those of the whole answer.
+
+    One that is `parked` was interrupted, perhaps before its first token. The payload holds those that are `in_payload`,
+    in the order of the reports.
+    """
 
     index: int
     token_versions: tuple[tuple[int, int], ...] = ()  # (version, number of tokens)
     response_length: int = 0
     prompt_length: int = 0
     truncated: bool = False
+    parked: bool = False
     error: str | None = None
+
+    @property
+    def in_payload(self) -> bool:
+        """There is a trajectory, whole or parked."""
+        return self.error is None and self.response_length > 0
 
 
 @dataclass(frozen=True)
@@ -85,12 +98,23 @@ class RolloutWorker:
         await self._engine.start(version)
         return os.getpid()
 
-    async def generate(self, request: RolloutRequest) -> tuple[RolloutReport, tuple[Trajectory, ...]]:
-        """Answer a request within its time limit. Raises EngineDied when the engine is gone."""
+    async def generate(
+        self, request: RolloutRequest, *partials: Sequence[Trajectory]
+    ) -> tuple[RolloutReport, tuple[Trajectory, ...]]:
+        """Answer a request within its time limit.
+
+        `partials` are payloads of earlier requests for the same group. A member that was parked in one is continued, one
+        that finished comes back as it is; of one that is in several the later counts. Raises EngineDied when the engine
+        is gone, ValueError when a partial is another group's.
+        """
         started_at = time.time()
-        prompt_ids = self._chat.prompt_ids(request.messages)
+        begun = {trajectory.index: trajectory for payload in partials for trajectory in payload}
+        if strangers := {t.group_id for t in begun.values()} - {request.group_id}:
+            raise ValueError(f"group {request.group_id} can't be continued from answers of {', '.join(strangers)}")
+        blank = self._blank(request)
         results = await asyncio.gather(
-            *(self._member(request, index, prompt_ids) for index in request.indexes), return_exceptions=True
+            *(self._member(request, begun.get(index) or replace(blank, index=index)) for index in request.indexes),
+            return_exceptions=True,
         )
         members: list[MemberReport] = []
         trajectories: list[Trajectory] = []
@@ -100,70 +124,85 @@ class RolloutWorker:
             if isinstance(result, BaseException):
                 members.append(MemberReport(index, error=f"{type(result).__name__}: {result}"))
                 continue
-            counts: dict[int, int] = {}
-            for span in result.version_spans:
-                counts[span.version] = counts.get(span.version, 0) + span.end - span.start
-            members.append(
-                MemberReport(
-                    index,
-                    tuple(sorted(counts.items())),
-                    result.response_length,
-                    len(prompt_ids),
-                    result.truncated,
-                )
-            )
-            trajectories.append(result)
+            members.append(_report(result))
+            if members[-1].in_payload:
+                trajectories.append(result)
         return RolloutReport(tuple(members), started_at, time.time()), tuple(trajectories)
 
-    async def _member(self, request: RolloutRequest, index: int, prompt_ids: Sequence[int]) -> Trajectory:
+    def _blank(self, request: RolloutRequest) -> Trajectory:
+        """A member before its first token."""
+        prompt_ids = np.asarray(self._chat.prompt_ids(request.messages), dtype=np.int32)
+        return Trajectory(
+            group_id=request.group_id,
+            index=0,
+            prompt_id=request.prompt_id,
+            messages=request.messages,
+            token_ids=prompt_ids,
+            response_mask=np.zeros(len(prompt_ids), dtype=bool),
+            behaviour_logprobs=np.zeros(len(prompt_ids), dtype=np.float32),
+            version_spans=(),
+            finish_reason=PARKED,
+            metadata={"prompt_length_messages": len(request.messages)},
+        )
+
+    async def _member(self, request: RolloutRequest, partial: Trajectory) -> Trajectory:
+        """The answer that goes on from `partial`, in what that leaves of the budget and of the context."""
+        if partial.finish_reason != PARKED:
+            return partial
         sampling = request.sampling
-        room = self._settings.max_model_tokens - len(prompt_ids)
-        if room < 1:
+        written = partial.response_length
+        room = self._settings.max_model_tokens - len(partial.token_ids)
+        max_tokens = min(sampling.max_response_tokens - written, room)
+        if max_tokens < 1 and written:
+            return replace(partial, finish_reason="length")
+        if max_tokens < 1:
             raise ValueError(
-                f"the prompt's {len(prompt_ids)} tokens leave no room to answer in {self._settings.max_model_tokens}"
+                f"the prompt's {len(partial.token_ids)} tokens leave no room to answer in "
+                f"{self._settings.max_model_tokens}"
             )
         seed = None
         if sampling.seed_base is not None:
-            seed = member_seed(sampling.seed_base, request.prompt_id, request.epoch, index, request.attempt)
+            seed = member_seed(
+                sampling.seed_base, request.prompt_id, request.epoch, partial.index, request.attempt, written
+            )
         # Beyond its time limit the request is aborted in the engine as well: cancelling the generator does that.
         try:
             async with asyncio.timeout(request.timeout_s):
                 answer = await self._engine.generate(
-                    prompt_ids,
+                    request.group_id,
+                    partial.token_ids.tolist(),
                     temperature=sampling.temperature,
-                    max_tokens=min(sampling.max_response_tokens, room),
+                    max_tokens=max_tokens,
                     eos_ids=self._chat.eos_ids,
                     seed=seed,
                 )
         except TimeoutError as error:
             raise TimeoutError(f"no answer within {request.timeout_s:g} s") from error
-        return self._trajectory(request, index, prompt_ids, answer)
+        return self._continued(request, partial, answer)
 
-    def _trajectory(self, request: RolloutRequest, index: int, prompt_ids: Sequence[int], answer: Answer) -> Trajectory:
-        prompt_length = len(prompt_ids)
-        total = prompt_length + len(answer.token_ids)
-        mask = np.zeros(total, dtype=bool)
-        mask[prompt_length:] = True
-        return Trajectory(
-            group_id=request.group_id,
-            index=index,
-            prompt_id=request.prompt_id,
-            messages=(
-                *request.messages,
-                {
-                    "role": "assistant",
-                    "content": self._chat.tokenizer.decode(answer.token_ids, skip_special_tokens=True),
-                },
-            ),
-            token_ids=np.concatenate([np.asarray(prompt_ids, dtype=np.int32), answer.token_ids]),
+    def _continued(self, request: RolloutRequest, partial: Trajectory, answer: Answer) -> Trajectory:
+        start = len(partial.token_ids)
+        mask = np.concatenate([partial.response_mask, np.ones(len(answer.token_ids), dtype=bool)])
+        token_ids = np.concatenate([partial.token_ids, answer.token_ids])
+        text = self._chat.tokenizer.decode(token_ids[mask], skip_special_tokens=True)
+        new_spans = [VersionSpan(s.start + start, s.end + start, s.version) for s in answer.version_spans]
+        return replace(
+            partial,
+            messages=(*request.messages, {"role": "assistant", "content": text}),
+            token_ids=token_ids,
             response_mask=mask,
-            behaviour_logprobs=np.concatenate([np.zeros(prompt_length, dtype=np.float32), answer.logprobs]),
-            version_spans=tuple(
-                VersionSpan(s.start + prompt_length, s.end + prompt_length, s.version) for s in answer.version_spans
-            ),
+            behaviour_logprobs=np.concatenate([partial.behaviour_logprobs, answer.logprobs]),
+            version_spans=_joined(partial.version_spans, new_spans),
             finish_reason=answer.finish_reason,
-            metadata={"prompt_length_messages": len(request.messages)},
         )
+
+    async def park(self, group_ids: Collection[str]) -> int:
+        """Interrupt what is being written for these groups; returns how many answers were.
+
+        Their `generate` calls return at once. A call that has not reached the engine yet is not met; whoever must be sure
+        asks again. Raises EngineDied.
+        """
+        return await self._engine.park(group_ids)
 
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Logprobs (temperature 1) of tokens 1… of each sequence: a list of float32 [T-1]."""
@@ -200,7 +239,32 @@ class RolloutWorker:
         await self._engine.close()
 
 
-def member_seed(base: int, prompt_id: str, epoch: int, index: int, attempt: int) -> int:
-    """A seed of 63 bits that depends on everything that tells two answers of a run apart."""
-    text = f"{base}/{prompt_id}/{epoch}/{index}/{attempt}"
+def _report(trajectory: Trajectory) -> MemberReport:
+    counts: dict[int, int] = {}
+    for span in trajectory.version_spans:
+        counts[span.version] = counts.get(span.version, 0) + span.end - span.start
+    written = trajectory.response_length
+    return MemberReport(
+        trajectory.index,
+        tuple(sorted(counts.items())),
+        written,
+        len(trajectory.token_ids) - written,
+        trajectory.truncated,
+        trajectory.finish_reason == PARKED,
+    )
+
+
+def _joined(old: Sequence[VersionSpan], new: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Spans of one text; where it goes on under the version that it was parked under, that is one span."""
+    if old and new and old[-1].version == new[0].version and old[-1].end == new[0].start:
+        return (*old[:-1], VersionSpan(old[-1].start, new[0].end, new[0].version), *new[1:])
+    return (*old, *new)
+
+
+def member_seed(base: int, prompt_id: str, epoch: int, index: int, attempt: int, written: int) -> int:
+    """A seed of 63 bits that depends on everything that tells two answers of a run apart.
+
+    `written` is the number of tokens that a continued answer has: it must not draw the same numbers again.
+    """
+    text = f"{base}/{prompt_id}/{epoch}/{index}/{attempt}/{written}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests. `fast` leaves out what starts engines; further arguments go to pytest.
+# Tests. `fast` leaves out what starts engines or takes long; further arguments go to pytest.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 say "ruff"
@@ -10,6 +10,6 @@ mypy
 say "pytest"
 if [ "${1:-}" = fast ]; then
     shift
-    exec pytest -q -m "not engine" "$@"
+    exec pytest -q -m "not engine and not thorough" "$@"
 fi
 exec pytest -q "$@"

@@ -89,6 +89,51 @@ def test_two_engines_and_two_zero3_ranks_learn_off_policy(launch: Callable) -> N
     assert_generates_in_vllm(run.folder / "model")
 
 
+SLOW_REWARD = """
+import time
+
+def slow(completion):
+    time.sleep(0.002 * len(completion))
+    return float(completion.count("e") > len(completion) / 12)
+"""
+
+
+def test_slow_answers_are_trained_on_like_fast_ones(launch: Callable, tmp_path: Path) -> None:
+    """Engine and learner at the same time, long answers slow to write and to judge, groups of equal rewards set aside."""
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)
+    run = launch(
+        "placement=split",
+        "reward=custom",
+        f"reward.functions.slow.path={tmp_path / 'slow.py'}:slow",
+        "run.batches=12",
+        "staleness.max=2",
+        "rollout.max_response_tokens=128",
+        "sampling.groups_per_batch=8",
+        "sampling.answers_per_group=4",
+        "checkpoint.every_batches=0",
+    )
+    assert run.finish(400) == 0, run.output
+    records = read_metrics(run.folder / "metrics.jsonl")
+    outcomes = read_outcomes(run.folder).to_pylist()
+    fates = collections.Counter(o["outcome"] for o in outcomes)
+    assert fates["trained"] == 12 * 8
+    assert fates["filtered"] > 0
+    assert set(fates) == {"trained", "filtered"}  # nothing was too old, nothing was given up
+    lengths = [length for o in outcomes for length in o["response_lengths"]]
+    assert max(lengths) > 2 * min(lengths)
+    # Drained, consumed is what was asked for: exactly.
+    ratios = [r["bias/trained_to_dispatched_length"] for r in records]
+    assert ratios[-1] == 1
+    assert all(0.95 < ratio < 1.05 for ratio in ratios)
+    assert max(r["staleness/max"] for r in records) == 2
+    assert all(r["staleness/left_out"] == r["group/stale"] == 0 for r in records)
+    capacity = 3 * 8
+    live = ("generating", "scoring", "parked", "ready", "training")
+    assert max(sum(r[f"queue/{stage}"] for stage in live) for r in records) <= capacity
+    spans = read_trajectories(run.folder, columns=["version_spans"])["version_spans"].to_pylist()
+    assert any(len({span["version"] for span in of_one}) > 1 for of_one in spans)  # weights changed under answers
+
+
 def assert_generates_in_transformers(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from learner.batch import RankPlan
-from learner.objective import Tally
+from learner.tally import Tally
 from learner.worker import LearnReport
 from orchestrator.checkpoint import CheckpointStore
 from orchestrator.clerks import Clerk, ClerkFleet
@@ -37,7 +37,7 @@ from orchestrator.reward_fleet import RewardFleet
 from orchestrator.sinks import Record, Recorder
 from reward_workers.alarm import ErrorAlarm
 from reward_workers.reward import RewardSet
-from rollout_workers.engine import UpdateReport
+from rollout_workers.engine import PARKED, UpdateReport
 from rollout_workers.trajectory import RewardResult, Trajectory, VersionSpan
 from rollout_workers.weights.manifest import Manifest, TensorRecord
 from rollout_workers.worker import MemberReport, RolloutReport, RolloutRequest
@@ -104,7 +104,11 @@ class LocalMethod:
     async def _call(self, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
         if self.actor.dead:
             raise RayActorError
-        value = self.function(*[await a if isinstance(a, Reference) else a for a in arguments], **named)
+        try:
+            resolved = [await a if isinstance(a, Reference) else a for a in arguments]
+        except RayError as error:  # an argument is gone
+            raise RayTaskError(self.function.__name__, str(error), error).as_instanceof_cause() from error
+        value = self.function(*resolved, **named)
         return await value if inspect.isawaitable(value) else value
 
 
@@ -131,9 +135,14 @@ def logprobs_of(sequences: Sequence[Sequence[int]], weights: float) -> list[np.n
 
 @dataclass
 class FakeEngine:
-    """A rollout worker. `delay_s(request)` is how long it writes; an answer spans the versions it was written under."""
+    """A rollout worker. `delay_s(request)` is how long it writes; an answer spans the versions it was written under.
+
+    A member that is parked has `parked_tokens` more than before, but is never whole.
+    """
 
     delay_s: Callable[[RolloutRequest], float] = lambda request: 0.0
+    parked_tokens: int = 1
+    slow: Callable[[RolloutRequest, int], bool] = lambda request, index: True  # members not whole yet when it is parked
     truncated: bool = False
     fails: Callable[[RolloutRequest, int], bool] = lambda request, index: False  # whether a member fails
     version: int = -1
@@ -141,29 +150,76 @@ class FakeEngine:
     spool: float = 0.0
     requests: list[RolloutRequest] = field(default_factory=list)
     log: list[tuple[str, int]] = field(default_factory=list)  # (what, version)
+    writing: list[tuple[RolloutRequest, asyncio.Event]] = field(default_factory=list)  # the event: it is parked
 
     async def start(self, version: int) -> int:
         self.version = version
         return 0
 
-    async def generate(self, request: RolloutRequest) -> tuple[RolloutReport, tuple[Trajectory, ...]]:
+    async def generate(
+        self, request: RolloutRequest, *partials: Sequence[Trajectory]
+    ) -> tuple[RolloutReport, tuple[Trajectory, ...]]:
         self.requests.append(request)
         self.log.append(("generate", self.version))
         began, first = time.time(), self.version
-        await asyncio.sleep(self.delay_s(request))
+        parked = await self._write(request)
+        begun = {answer.index: answer for payload in partials for answer in payload}
         members: list[MemberReport] = []
         answers: list[Trajectory] = []
         for index in request.indexes:
             if self.fails(request, index):
                 members.append(MemberReport(index, error="TimeoutError: too slow"))
                 continue
-            counts = {first: ANSWER_TOKENS // 2, self.version: ANSWER_TOKENS // 2}
-            counts = counts if len(counts) == 2 else {first: ANSWER_TOKENS}
+            answer = self._continued(request, index, begun.get(index), first, parked and self.slow(request, index))
+            counts = tuple((span.version, span.end - span.start) for span in answer.version_spans)
+            unfinished = answer.finish_reason == PARKED
             members.append(
-                MemberReport(index, tuple(counts.items()), ANSWER_TOKENS, PROMPT_TOKENS, truncated=self.truncated)
+                MemberReport(
+                    index,
+                    counts,
+                    answer.response_length,
+                    PROMPT_TOKENS,
+                    truncated=self.truncated and not unfinished,
+                    parked=unfinished,
+                )
             )
-            answers.append(answer_of(request, index, counts))
+            if members[-1].in_payload:
+                answers.append(answer)
         return RolloutReport(tuple(members), began, time.time()), tuple(answers)
+
+    async def _write(self, request: RolloutRequest) -> bool:
+        """Take the time that it takes; whether it was parked."""
+        entry = (request, asyncio.Event())
+        self.writing.append(entry)
+        try:
+            await asyncio.wait_for(entry[1].wait(), self.delay_s(request))
+        except TimeoutError:
+            return False
+        finally:
+            self.writing.remove(entry)
+        return True
+
+    def _continued(
+        self, request: RolloutRequest, index: int, partial: Trajectory | None, first: int, parked: bool
+    ) -> Trajectory:
+        if partial is not None and partial.finish_reason != PARKED:
+            return partial
+        counts = {s.version: s.end - s.start for s in partial.version_spans} if partial is not None else {}
+        left = ANSWER_TOKENS - sum(counts.values())
+        count = min(self.parked_tokens, left - 1) if parked else left
+        late = 0 if parked or self.version == first else left // 2
+        for version, written in ((first, count - late), (self.version, late)):
+            if written:
+                counts[version] = counts.get(version, 0) + written
+        return answer_of(request, index, counts, PARKED if parked else "stop")
+
+    async def park(self, group_ids: Sequence[str]) -> int:
+        self.log.append(("park", self.version))
+        met = [(request, parked) for request, parked in self.writing if request.group_id in group_ids]
+        count = sum(len(request.indexes) for request, parked in met if not parked.is_set())
+        for _, parked in met:
+            parked.set()
+        return count
 
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return logprobs_of(sequences, self.weights)
@@ -186,9 +242,9 @@ class FakeEngine:
         pass
 
 
-def answer_of(request: RolloutRequest, index: int, counts: dict[int, int]) -> Trajectory:
+def answer_of(request: RolloutRequest, index: int, counts: dict[int, int], finish_reason: str = "stop") -> Trajectory:
     """`counts` are sampled tokens by version, in order."""
-    mask = np.array([False] * PROMPT_TOKENS + [True] * ANSWER_TOKENS)
+    mask = np.array([False] * PROMPT_TOKENS + [True] * sum(counts.values()))
     spans, start = [], PROMPT_TOKENS
     for version, count in counts.items():
         spans.append(VersionSpan(start, start + count, version))
@@ -202,7 +258,7 @@ def answer_of(request: RolloutRequest, index: int, counts: dict[int, int]) -> Tr
         response_mask=mask,
         behaviour_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
         version_spans=tuple(spans),
-        finish_reason="stop",
+        finish_reason=finish_reason,
     )
 
 
@@ -264,7 +320,7 @@ class FakeLearner:
             trajectory = groups[row.payload][row.position]
             assert (trajectory.group_id, trajectory.index) == (row.group_id, row.index)
         self.weights += 0.1
-        updates = len(plans[0].updates)
+        updates = len(plans[0].updates) * plans[0].epochs
         self.optimizer_step += updates
         report = LearnReport({}, {}, (1.0,) * updates, (1e-6,) * updates, self.optimizer_step, 0, 0)
         return [report], Tally(), [{(r.group_id, r.index): np.full(r.response_length, -1.0) for r in rows}]
@@ -307,7 +363,7 @@ def rollout_fleet(
     engines: Callable[[int], FakeEngine], count: int = 1, *, on_change: Callable[[], None] = lambda: None, **limits: Any
 ) -> RolloutFleet:
     """`engines(index)` makes the worker of each actor that is started."""
-    settings = {"start_timeout_s": 5.0, "weights_timeout_s": 5.0, "retries": 2, "max_restarts": 3}
+    settings = {"start_timeout_s": 5.0, "weights_timeout_s": 5.0, "max_restarts": 3}
     return RolloutFleet(
         lambda index: LocalActor(engines(index)),
         count,
@@ -408,7 +464,6 @@ class FakeRun:
             workers_per_engine=1,
             start_timeout_s=5.0,
             weights_timeout_s=5.0,
-            retries=r.retries,
             max_restarts=r.max_restarts,
             on_change=changed.set,
         )

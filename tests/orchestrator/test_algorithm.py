@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from learner import advantages, aggregation, corrections, kl, losses
+from learner.objective import PROXIMAL
 from orchestrator.algorithm import SUPPLIED, check_algorithm, compute_advantages, objective, token_weights
 from orchestrator.config import AlgorithmConfig, ConfigError
 
@@ -20,6 +21,12 @@ def own_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: tor
 
 def needs_values(rewards: torch.Tensor, groups: torch.Tensor, *, values: torch.Tensor) -> torch.Tensor:
     return values
+
+
+def needs_teacher(
+    logprobs: torch.Tensor, others: torch.Tensor, mask: torch.Tensor | None = None, *, teacher: torch.Tensor
+) -> torch.Tensor:
+    return logprobs * teacher
 
 
 @pytest.mark.parametrize("name", losses.__all__)
@@ -52,10 +59,70 @@ def test_an_advantage_that_needs_more_than_the_trainer_has_is_refused(name: str)
         check_algorithm(config, 4)
 
 
-@pytest.mark.parametrize("name", corrections.__all__)
-def test_a_correction_needs_a_recomputed_proximal_policy(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"set algorithm\.proximal=recompute"):
+@pytest.mark.parametrize("name", sorted(set(corrections.__all__) - corrections.MASKS))
+def test_an_importance_weight_needs_another_denominator_than_behaviour(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"count the mismatch twice; set algorithm\.proximal=recompute or interpolate"
+    ):
         check_algorithm(AlgorithmConfig(correction=name), 4)
+    for proximal in ("recompute", "interpolate"):
+        config = AlgorithmConfig(correction=name, proximal=proximal)
+        check_algorithm(config, 4)
+        assert objective(config).proximal == proximal
+        assert objective(config).correction is getattr(corrections, name)
+
+
+@pytest.mark.parametrize("proximal", PROXIMAL)
+@pytest.mark.parametrize("name", sorted(corrections.MASKS))
+def test_a_mask_is_no_importance_weight(name: str, proximal: str) -> None:
+    check_algorithm(AlgorithmConfig(correction=name, proximal=proximal), 4)
+
+
+@pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl"])
+def test_the_trust_region_of_dppo_is_around_behaviour(loss: str) -> None:
+    check_algorithm(AlgorithmConfig(loss=loss, correction="geometric_mask"), 4)
+    for proximal in ("recompute", "interpolate"):
+        with pytest.raises(
+            ConfigError, match=rf"loss={loss} is defined with algorithm\.proximal=behaviour only, got {proximal}"
+        ):
+            check_algorithm(AlgorithmConfig(loss=loss, proximal=proximal, correction="token_tis"), 4)
+    with pytest.raises(ConfigError, match="count the mismatch twice; set one of the masks"):
+        check_algorithm(AlgorithmConfig(loss=loss, correction="token_tis"), 4)
+
+
+def test_reinforce_has_no_ratio_to_complete_half_an_importance_weight() -> None:
+    check_algorithm(AlgorithmConfig(loss="reinforce", proximal="recompute", correction="token_tis"), 4)
+    with pytest.raises(ConfigError, match=r"algorithm\.proximal=behaviour or recompute only, got interpolate"):
+        check_algorithm(AlgorithmConfig(loss="reinforce", proximal="interpolate", correction="token_tis"), 4)
+    with pytest.raises(ConfigError, match=r"set algorithm\.proximal=recompute, or one of the masks"):
+        check_algorithm(AlgorithmConfig(loss="reinforce", correction="token_tis"), 4)
+
+
+@pytest.mark.parametrize("name", kl.__all__)
+def test_every_kl_estimator_is_accepted(name: str) -> None:
+    config = AlgorithmConfig(kl_coefficient=0.1, kl_estimator=name)
+    check_algorithm(config, 4)
+    assert objective(config).kl is getattr(kl, name)
+
+
+def test_data_that_the_learner_does_not_have_is_refused() -> None:
+    own = f"{__name__}.needs_teacher"
+    with pytest.raises(
+        ConfigError, match=rf"algorithm\.correction={own} needs teacher, which this trainer does not have"
+    ):
+        check_algorithm(AlgorithmConfig(correction=own, proximal="recompute"), 4)
+    check_algorithm(AlgorithmConfig(correction=own, proximal="recompute", correction_options={"teacher": 1.0}), 4)
+    with pytest.raises(ConfigError, match=rf"algorithm\.kl_estimator={own} needs teacher"):
+        check_algorithm(AlgorithmConfig(kl_coefficient=0.1, kl_estimator=own), 4)
+
+
+def test_options_without_their_correction_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.correction_options=.* without algorithm\.correction"):
+        check_algorithm(AlgorithmConfig(correction_options={"cap": 2.0}), 4)
+    with pytest.raises(ConfigError, match=r"algorithm\.correction_options: .*'low'"):
+        check_algorithm(
+            AlgorithmConfig(correction="token_tis", proximal="recompute", correction_options={"low": 2.0}), 4
+        )
 
 
 def test_parts_are_composed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from orchestrator.batching import LearningPlan, plan_learning
 from orchestrator.config import Config
 from orchestrator.flight import Flight
 from orchestrator.prompts import Prompt
-from orchestrator.sampling_types import Batch, BatchGroup, Member, Tally
+from orchestrator.sampling_types import Batch, BatchGroup, Counts, Member, Tally
 from rollout_workers.trajectory import Status
 from rollout_workers.worker import MemberReport
 
@@ -50,7 +51,7 @@ def make_batch(
         trainable = tuple(m.index for m in members if m.reward is not None and (number, m.index) not in stale)
         batch_groups.append(BatchGroup(group_id, f"p{number}", 0, tuple(members), trainable))
         flights[group_id] = flight
-    return Batch(0, tuple(batch_groups), len(groups), Tally()), flights
+    return Batch(0, tuple(batch_groups), len(groups), Tally(), Counts(*[0] * 11)), flights
 
 
 def plan(
@@ -111,7 +112,7 @@ def test_failed_members_are_in_neither_loss_nor_baseline_and_positions_skip_them
 
 def test_token_weights_are_global_to_an_update() -> None:
     made = plan(make_config(aggregation="token_mean", updates_per_batch=2), EVEN)
-    assert made.update_count == 2
+    assert len(made.ranks[0].updates) == 2
     for update, tokens in ((0, 16), (1, 20)):
         rows = rows_of(made.ranks, update)
         assert [row.token_weight for row in rows] == pytest.approx([1 / tokens] * 4)
@@ -120,10 +121,16 @@ def test_token_weights_are_global_to_an_update() -> None:
 
 def test_epochs_repeat_the_updates() -> None:
     made = plan(make_config(updates_per_batch=2, epochs_per_batch=3), EVEN)
-    assert made.update_count == 6
-    for update in range(6):
-        assert rows_of(made.ranks, update) == rows_of(made.ranks, update % 2)
+    assert [(len(rank.updates), rank.epochs) for rank in made.ranks] == [(2, 3)]
     assert len(made.rows) == 8  # each answer once
+
+
+def test_the_ranks_know_the_version_and_the_bound_of_staleness() -> None:
+    config = make_config()
+    config.staleness.max = 4
+    batch, flights = make_batch(EVEN)
+    made = plan_learning(config, dataclasses.replace(batch, version=9), flights, ranks=2, share_prefixes=True)
+    assert [(rank.version, rank.max_staleness) for rank in made.ranks] == [(9, 4)] * 2
 
 
 def test_uneven_updates_differ_by_one_group() -> None:
@@ -135,13 +142,13 @@ def test_uneven_updates_differ_by_one_group() -> None:
 def test_nothing_left_to_learn_from() -> None:
     every = [(group, index) for group in range(4) for index in range(2)]
     made = plan(make_config(mask_truncated=True), EVEN, truncated=every)
-    assert (made.rows, made.update_count) == ([], 0)
-    assert made.ranks == [RankPlan(())]
+    assert made.rows == []
+    assert [rank.updates for rank in made.ranks] == [()]
 
 
 def test_an_update_without_rows_is_left_out() -> None:
     made = plan(make_config(mask_truncated=True, updates_per_batch=4), EVEN, truncated=[(1, 0), (1, 1)])
-    assert made.update_count == 3
+    assert len(made.ranks[0].updates) == 3
     assert all(rows_of(made.ranks, update) for update in range(3))
 
 
@@ -164,10 +171,10 @@ def test_every_answer_once_an_epoch_and_ranks_in_step(
     config.learner.max_tokens_per_microbatch = 64
     made = plan(config, groups, ranks=ranks)
     assert len(made.ranks) == ranks
-    everyone = Counter(
-        (row.group_id, row.index) for update in range(made.update_count) for row in rows_of(made.ranks, update)
-    )
-    assert everyone == Counter({(f"g{g}", i): epochs for g, answers in enumerate(groups) for i in range(len(answers))})
-    for update in range(made.update_count):
+    updates_made = range(len(made.ranks[0].updates))
+    everyone = Counter((row.group_id, row.index) for update in updates_made for row in rows_of(made.ranks, update))
+    assert everyone == Counter((f"g{g}", i) for g, answers in enumerate(groups) for i in range(len(answers)))
+    assert {p.epochs for p in made.ranks} == {epochs}
+    for update in updates_made:
         assert len({len(p.updates[update]) for p in made.ranks}) == 1  # ZeRO-3 gathers in lockstep
         assert weight_sum(rows_of(made.ranks, update)) == pytest.approx(1.0)

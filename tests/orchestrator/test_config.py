@@ -198,6 +198,13 @@ class TestValues:
             ("algorithm.updates_per_batch=9", "at most as many updates as groups"),
             ("reward.primary=nobody", "expected one of correct"),
             ("sampling.filter_on=nobody", "expected one of correct"),
+            ("sampling.pass_rate_band=[0.8,0.2]", "expected [low, high] with low <= high"),
+            ("sampling.pass_rate_band=[0.5]", "expected [low, high] with low <= high"),
+            ("sampling.early_stop.after_s=0", "expected more than 0"),
+            ("sampling.early_stop.after_s=600", "shorter than rollout.answer_timeout_s=600"),
+            ("sampling.early_stop.control_share=1.1", "expected at most 1"),
+            ("staleness.adaptive=true", "set staleness.max to 1 or more"),
+            ("staleness.min_ess=1.5", "expected at most 1"),
             ("run.name=a/b", "use letters, digits"),
             ("run.name=..", "use letters, digits"),
         ],
@@ -210,10 +217,6 @@ class TestValues:
     def test_a_group_of_one_where_groups_do_not_matter(self) -> None:
         own = f"{__name__}.own_advantage"
         assert load(["sampling.answers_per_group=1", f"algorithm.advantage={own}"]).algorithm.advantage == own
-
-    def test_taking_turns_on_gpus_is_synchronous(self) -> None:
-        message = refused("placement.mode=shared", "placement.device=gpu", "staleness.max=1")
-        assert "staleness.max=1 needs placement=split" in message
 
 
 class TestAlgorithm:

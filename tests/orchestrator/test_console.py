@@ -9,7 +9,7 @@ import sys
 import pytest
 import rich.console
 
-from orchestrator.console import Console, ConsoleState, Sample, sparkline
+from orchestrator.console import Console, ConsoleState, QueueView, Sample, sparkline
 from orchestrator.metrics import find
 
 METRICS = {
@@ -30,6 +30,8 @@ METRICS = {
     "time_s/learn": 8.0,
     "time_s/publish": 0.5,
 }
+
+OLDEST = "g0-000017 (prompt main:4f) generating"
 
 
 class Clock:
@@ -69,8 +71,8 @@ def test_the_live_view_shows_the_run_in_80_columns() -> None:
             ConsoleState(
                 5,
                 "collect",
-                {"generating": 12, "scoring": 3, "ready": 2, "training": 8},
-                METRICS,
+                QueueView({"generating": 12, "scoring": 3, "parked": 0, "ready": 2, "training": 8}, 32, OLDEST, 64.0),
+                METRICS | {"staleness/share/0": 0.875, "staleness/share/1": 0.1, "staleness/share/2": 0.025},
                 Sample("What is 2+2?", "It is [bold]4[/bold].\x1b[2J\n", 1.0),
             )
         )
@@ -88,7 +90,10 @@ def test_the_live_view_shows_the_run_in_80_columns() -> None:
         "8 kept, 3 filtered, 1 failed",
         "312 written, 120 trained",
         "17.2, 2% cut",
-        "generating 12 · scoring 3 · ready 2 · training 8",
+        "█" * 9 + "█" * 2 + "█" * 2 + "█" * 6 + "·" * 5 + " 25 of at most 32 groups",
+        "12 generating, 3 scoring, 2 ready, 8 training",
+        "0: 88% · 1: 10% · 2: 2%",
+        "g0-000017 (prompt main:4f) generating for 1:04",
         "collect",
         "10.0 s",
         "actor 1 restarted after 3 s",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -12,18 +12,19 @@ from fakes import (
     FakeJudge,
     FakeLearner,
     LocalActor,
+    Reference,
     checksum,
     patch_ray,
     reward_fleet,
     rollout_fleet,
 )
-from ray.exceptions import RayActorError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from orchestrator.clerks import Clerk, ClerkFleet
-from orchestrator.fleet import FleetError, Generated, RolloutFleet
+from orchestrator.fleet import FleetError, Generated, PartialsLost, RolloutFleet
 from orchestrator.reward_fleet import RewardFleet, RewardsLost, lost_rewards
 from reward_workers.alarm import ErrorAlarm
-from rollout_workers.engine import UpdateReport
+from rollout_workers.engine import EngineDied, UpdateReport
 from rollout_workers.trajectory import RewardResult, Status, Trajectory
 from rollout_workers.weights.manifest import WeightsNotDelivered
 from rollout_workers.worker import RolloutRequest, SamplingSettings
@@ -56,11 +57,19 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not come to that")
 
 
-async def members_of(generated: Generated) -> dict[int, Trajectory]:
-    found: dict[int, Trajectory] = {}
-    for payload in generated.payloads:
-        found |= {answer.index: answer for answer in await payload}
-    return found
+async def notice_loss(fleet: RolloutFleet, replica: str = "rollout-0") -> None:
+    """An actor's end is noticed by the next request that goes to it."""
+    generated = await fleet.generate(request("lost"))
+    assert (generated.replica, generated.payload) == (replica, None)
+    assert all(m.error is not None and m.error.startswith(f"{replica} was lost") for m in generated.members)
+
+
+async def answers_of(generated: Generated) -> dict[int, Trajectory]:
+    return {answer.index: answer for answer in await generated.payload}
+
+
+def slow(request: RolloutRequest) -> float:
+    return 60.0
 
 
 class TestGenerate:
@@ -79,46 +88,56 @@ class TestGenerate:
 
         run(scenario())
 
-    def test_only_the_missing_members_are_asked_for_elsewhere(self) -> None:
+    def test_a_member_that_fails_is_reported_never_invented(self) -> None:
         async def scenario() -> None:
-            engines = [FakeEngine(fails=lambda request, i: i == 1 and request.attempt == 0), FakeEngine()]
-            fleet = rollout_fleet(lambda index: engines[index], count=2)
-            await fleet.start(0)
-            generated = await fleet.generate(request(indexes=(0, 1, 2)))
-            assert [(m.index, m.error) for m in generated.members] == [(0, None), (1, None), (2, None)]
-            assert [r.indexes for e in engines for r in e.requests] == [(0, 1, 2), (1,)]
-            found = await members_of(generated)
-            assert {index: t.index for index, t in found.items()} == {0: 0, 1: 1, 2: 2}
-            merged = await ClerkFleet([LocalActor(Clerk())], 1.0).merged(generated.payloads)
-            assert [t.index for t in merged] == [0, 1, 2]
-            assert fleet.metrics()["rollout/retries"] == 1
-
-        run(scenario())
-
-    def test_another_actor_answers_for_a_lost_one(self) -> None:
-        async def scenario() -> None:
-            fleet = rollout_fleet(lambda index: FakeEngine(lambda request: 0.05), count=2)
-            await fleet.start(0)
-            task = asyncio.create_task(fleet.generate(request()))
-            await asyncio.sleep(0.01)
-            handles(fleet)[0].kill()
-            generated = await task
-            assert generated.replica == "rollout-1"
-            assert all(member.error is None for member in generated.members)
-            assert sorted(await members_of(generated)) == [0, 1]
-
-        run(scenario())
-
-    def test_when_all_tries_fail_it_is_reported_never_invented(self) -> None:
-        async def scenario() -> None:
-            fleet = rollout_fleet(lambda index: FakeEngine(fails=lambda request, i: i == 0), count=2, retries=1)
+            engine = FakeEngine(fails=lambda request, i: i == 0)
+            fleet = rollout_fleet(lambda index: engine)
             await fleet.start(0)
             generated = await fleet.generate(request())
             failed, answered = generated.members
             assert failed.error == "TimeoutError: too slow"
             assert (failed.response_length, failed.token_versions) == (0, ())
             assert answered.error is None
-            assert sorted(await members_of(generated)) == [1]
+            assert sorted(await answers_of(generated)) == [1]
+            assert len(engine.requests) == 1  # whether it is asked again is not the fleet's to decide
+
+        run(scenario())
+
+    def test_where_no_member_answered_there_is_no_payload(self) -> None:
+        async def scenario() -> None:
+            fleet = rollout_fleet(lambda index: FakeEngine(fails=lambda request, i: True))
+            await fleet.start(0)
+            generated = await fleet.generate(request())
+            assert [m.error for m in generated.members] == ["TimeoutError: too slow"] * 2
+            assert generated.payload is None
+
+        run(scenario())
+
+    def test_a_lost_actors_members_are_reported_and_another_answers_next_time(self) -> None:
+        async def scenario() -> None:
+            fleet = rollout_fleet(lambda index: FakeEngine(lambda request: 0.05), count=2)
+            await fleet.start(0)
+            task = asyncio.create_task(notice_loss(fleet))
+            await asyncio.sleep(0.01)
+            handles(fleet)[0].kill()
+            await task
+            again = await fleet.generate(request())
+            assert again.replica == "rollout-1"
+            assert sorted(await answers_of(again)) == [0, 1]
+
+        run(scenario())
+
+    def test_a_dead_engine_is_a_lost_actor(self) -> None:
+        class Dead(FakeEngine):
+            async def generate(self, request: RolloutRequest, *partials: Any) -> Any:
+                raise RayTaskError("generate", "", EngineDied("the vLLM engine process died")).as_instanceof_cause()
+
+        async def scenario() -> None:
+            fleet = rollout_fleet(lambda index: FakeEngine() if index else Dead(), count=2)
+            await fleet.start(0)
+            generated = await fleet.generate(request())
+            assert generated.members[0].error == "rollout-0 was lost: the vLLM engine process died"
+            assert fleet.metrics()["rollout/rollout-0/restarts"] == 1
 
         run(scenario())
 
@@ -126,11 +145,10 @@ class TestGenerate:
         monkeypatch.setattr("orchestrator.fleet.SLACK_S", 0.01)
 
         async def scenario() -> None:
-            engines = [FakeEngine(lambda request: 60.0), FakeEngine()]
-            fleet = rollout_fleet(lambda index: engines[index], count=2)
+            fleet = rollout_fleet(lambda index: FakeEngine(slow), count=2)
             await fleet.start(0)
             generated = await fleet.generate(request(timeout_s=0.01))
-            assert generated.replica == "rollout-1"
+            assert generated.members[1].error == "rollout-0 was lost: it did not answer group g within 0 s"
             assert fleet.metrics()["rollout/rollout-0/restarts"] == 1
 
         run(scenario())
@@ -140,6 +158,205 @@ class TestGenerate:
             fleet = rollout_fleet(lambda index: FakeEngine(), start_timeout_s=0.02)
             with pytest.raises(FleetError, match=r"no rollout actor served within 0 s: rollout-0 starting"):
                 await fleet.generate(request(timeout_s=0.01))
+
+        run(scenario())
+
+
+def fates(generated: Generated) -> list[str]:
+    return ["failed" if m.error else "parked" if m.parked else "whole" for m in generated.members]
+
+
+class TestPark:
+    """Interrupting what is in flight, and going on with it: also where an actor, or what was written, is lost."""
+
+    async def started(self, *engines: FakeEngine, **limits: Any) -> RolloutFleet:
+        """A fleet of these workers; one that has to be replaced gets a new one, which is quick."""
+        workers = dict(enumerate(engines))
+        fleet = rollout_fleet(lambda index: workers.pop(index, FakeEngine()), count=len(engines), **limits)
+        await fleet.start(0)
+        return fleet
+
+    async def asked(self, fleet: RolloutFleet, *requests: RolloutRequest) -> list[asyncio.Task[Generated]]:
+        """Requests in flight."""
+        tasks = [asyncio.create_task(fleet.generate(r)) for r in requests]
+        workers = [actor.worker for actor in handles(fleet)]
+        await until(lambda: sum(len(worker.writing) for worker in workers) == len(requests))
+        return tasks
+
+    def test_requests_in_flight_end_with_what_they_have_and_go_on_elsewhere(self) -> None:
+        async def scenario() -> None:
+            first, second = FakeEngine(slow, parked_tokens=3), FakeEngine(version=5)
+            fleet = await self.started(first, second)
+            [task] = await self.asked(fleet, request())
+            assert await fleet.park() == 2
+            assert task.done()  # when `park` returns, there is nothing left to wait for
+            generated = await task
+            assert fates(generated) == ["parked"] * 2
+            assert [m.response_length for m in generated.members] == [3, 3]
+            handles(fleet)[0].kill()
+            await notice_loss(fleet)
+            second.version = 1
+            resumed = await fleet.generate(request(), [generated.payload])
+            assert (resumed.replica, fates(resumed)) == ("rollout-1", ["whole"] * 2)
+            assert [m.token_versions for m in resumed.members] == [((0, 3), (1, 1))] * 2
+            before, after = await answers_of(generated), await answers_of(resumed)
+            for index in (0, 1):
+                length = len(before[index].token_ids)
+                assert after[index].token_ids[:length].tolist() == before[index].token_ids.tolist()
+
+        run(scenario())
+
+    def test_only_the_groups_that_were_named_are_met(self) -> None:
+        async def scenario() -> None:
+            fleet = await self.started(FakeEngine(slow), FakeEngine(slow))
+            tasks = await self.asked(fleet, *(request(name) for name in "abcd"))
+            assert await fleet.park(["b", "c", "x"]) == 4
+            assert [task.done() for task in tasks] == [False, True, True, False]
+            assert await fleet.park() == 4
+            assert [fates(await task) for task in tasks] == [["parked"] * 2] * 4
+            assert await fleet.park() == 0  # nothing is in flight
+            resumed = await asyncio.gather(*self.short(fleet, tasks, "abcd"))
+            assert [fates(generated) for generated in resumed] == [["whole"] * 2] * 4
+
+        run(scenario())
+
+    def short(self, fleet: RolloutFleet, tasks: Any, names: str) -> list[Coroutine[Any, Any, Generated]]:
+        for actor in handles(fleet):
+            actor.worker.delay_s = lambda request: 0.0
+        return [fleet.generate(request(name), [task.result().payload]) for name, task in zip(names, tasks, strict=True)]
+
+    def test_twice_at_once_interrupts_once(self) -> None:
+        async def scenario() -> None:
+            fleet = await self.started(FakeEngine(slow))
+            [task] = await self.asked(fleet, request())
+            assert sorted(await asyncio.gather(fleet.park(), fleet.park(["g"]))) == [0, 2]
+            assert fates(await task) == ["parked"] * 2
+
+        run(scenario())
+
+    def test_before_the_first_token_there_is_nothing_to_keep(self) -> None:
+        async def scenario() -> None:
+            fleet = await self.started(FakeEngine(slow, parked_tokens=0))
+            [task] = await self.asked(fleet, request())
+            assert await fleet.park() == 2
+            generated = await task
+            assert (fates(generated), generated.payload) == (["parked"] * 2, None)
+            [resumed] = await asyncio.gather(*self.short_without(fleet))
+            assert fates(resumed) == ["whole"] * 2
+
+        run(scenario())
+
+    def short_without(self, fleet: RolloutFleet) -> list[Coroutine[Any, Any, Generated]]:
+        handles(fleet)[0].worker.delay_s = lambda request: 0.0
+        return [fleet.generate(request())]
+
+    def test_a_request_that_its_actor_had_not_begun_is_met_by_the_next_round(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A call whose arguments are still under way is not in the engine when `park` arrives there."""
+        monkeypatch.setattr("orchestrator.fleet.PARK_ROUND_S", 0.01)
+
+        async def scenario() -> None:
+            engine = FakeEngine(slow)
+            fleet = await self.started(engine)
+            arriving: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            late = Reference(handles(fleet)[0], arriving)
+            task = asyncio.create_task(fleet.generate(request(), [late]))
+            await asyncio.sleep(0)
+            parking = asyncio.create_task(fleet.park())
+            await until(lambda: ("park", 0) in engine.log)
+            assert not parking.done()
+            arriving.set_result(())
+            assert await parking == 2
+            assert fates(await task) == ["parked"] * 2
+
+        run(scenario())
+
+    def test_a_replica_that_dies_while_it_parks_is_lost_and_the_others_are_parked(self) -> None:
+        class Dying(FakeEngine):
+            async def park(self, group_ids: Sequence[str]) -> int:
+                handles(fleet)[0].kill()
+                await asyncio.sleep(60)
+                raise AssertionError
+
+        async def scenario() -> None:
+            nonlocal fleet
+            fleet = await self.started(Dying(slow), FakeEngine(slow))
+            tasks = await self.asked(fleet, request("a"), request("b"))
+            assert await fleet.park() == 2
+            assert [fates(await task) for task in tasks] == [["failed"] * 2, ["parked"] * 2]
+            assert fleet.metrics()["rollout/rollout-0/restarts"] == 1
+
+        fleet: Any = None
+        run(scenario())
+
+    def test_a_dead_engine_under_a_living_actor_is_lost_as_well(self) -> None:
+        class Dead(FakeEngine):
+            async def park(self, group_ids: Sequence[str]) -> int:
+                raise RayTaskError("park", "", EngineDied("the vLLM engine process died")).as_instanceof_cause()
+
+        async def scenario() -> None:
+            fleet = await self.started(Dead(slow))
+            [task] = await self.asked(fleet, request())
+            assert await fleet.park() == 0
+            assert fates(await task) == ["failed"] * 2
+            assert fleet.metrics()["rollout/rollout-0/restarts"] == 1
+
+        run(scenario())
+
+    def test_one_that_does_not_park_in_time_is_lost(self) -> None:
+        class Stuck(FakeEngine):
+            async def park(self, group_ids: Sequence[str]) -> int:
+                return 0
+
+        async def scenario() -> None:
+            fleet = await self.started(Stuck(slow), weights_timeout_s=0.02)
+            [task] = await self.asked(fleet, request())
+            assert await fleet.park() == 0
+            assert fates(await task) == ["failed"] * 2
+
+        run(scenario())
+
+    def test_a_replica_lost_before_its_groups_go_on_costs_nothing(self) -> None:
+        async def scenario() -> None:
+            fleet = await self.started(FakeEngine(slow), FakeEngine())
+            [task] = await self.asked(fleet, request())
+            await fleet.park()
+            handles(fleet)[0].kill()
+            lost = await fleet.generate(request(), [(await task).payload])  # nobody noticed yet
+            assert (lost.replica, fates(lost)) == ("rollout-0", ["failed"] * 2)
+            resumed = await fleet.generate(request(), [(await task).payload])
+            assert (resumed.replica, fates(resumed)) == ("rollout-1", ["whole"] * 2)
+
+        run(scenario())
+
+    def test_lost_partials_are_the_groups_end_and_nobodys_fault(self) -> None:
+        async def scenario() -> None:
+            fleet = await self.started(FakeEngine(), FakeEngine())
+            gone: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            gone.set_exception(ObjectLostError("0", None, ""))
+            reference = Reference(handles(fleet)[0], gone)
+            with pytest.raises(PartialsLost, match="the partial answers of group g are lost"):
+                await asyncio.wait_for(fleet.generate(request(), [reference]), 1)
+            assert fleet.metrics()["rollout/rollout-0/restarts"] == 0
+            assert (await fleet.generate(request())).replica == "rollout-0"
+            assert await fleet.park() == 0  # the request that failed is not waited for
+
+        run(scenario())
+
+    def test_whose_fault_an_error_is_while_partials_are_passed(self) -> None:
+        """The death of the actor itself is not mistaken for the loss of what it was given."""
+
+        async def scenario() -> None:
+            fleet = await self.started(FakeEngine(slow), FakeEngine(slow))
+            [task] = await self.asked(fleet, request())
+            await fleet.park()
+            payload = (await task).payload
+            going_on = asyncio.create_task(fleet.generate(request(), [payload]))
+            await until(lambda: len(handles(fleet)[0].worker.writing) == 1)
+            handles(fleet)[0].kill()
+            assert fates(await going_on) == ["failed"] * 2
+            assert fleet.metrics()["rollout/rollout-0/restarts"] == 1
 
         run(scenario())
 
@@ -159,6 +376,7 @@ class TestRevival:
             await fleet.start(0)
             await fleet.broadcast(learner, 1)  # type: ignore[arg-type]
             handles(fleet)[0].kill()
+            await notice_loss(fleet)
             waiting = asyncio.create_task(fleet.generate(request()))
             await asyncio.wait_for(news.wait(), 1)
             assert fleet.awaiting_weights
@@ -176,12 +394,11 @@ class TestRevival:
 
     def test_before_the_first_broadcast_it_starts_with_the_current_weights(self) -> None:
         async def scenario() -> None:
-            fleet = rollout_fleet(lambda index: FakeEngine(lambda request: 0.01))
+            fleet = rollout_fleet(lambda index: FakeEngine())
             await fleet.start(0)
-            task = asyncio.create_task(fleet.generate(request()))
-            await asyncio.sleep(0.005)
             handles(fleet)[0].kill()
-            assert (await task).members[0].token_versions == ((0, 4),)
+            await notice_loss(fleet)
+            assert (await fleet.generate(request())).members[0].token_versions == ((0, 4),)
 
         run(scenario())
 
@@ -197,14 +414,15 @@ class TestRevival:
         async def scenario() -> None:
             await fleet.start(0)
             await fleet.broadcast(FakeLearner(), 1)  # type: ignore[arg-type]
-            lost = asyncio.create_task(fleet.generate(request()))
+            lost = asyncio.create_task(notice_loss(fleet))
             await asyncio.sleep(0)
             await fleet.broadcast(Slow(), 2)  # type: ignore[arg-type]
             assert fleet.awaiting_weights
             assert (await fleet.logprobs([[1, 2]])).keys() == {"rollout-1"}
             await fleet.broadcast(FakeLearner(), 3)  # type: ignore[arg-type]
             assert not fleet.awaiting_weights
-            assert all(member.error is None for member in (await lost).members)
+            await lost
+            assert all(member.error is None for member in (await fleet.generate(request())).members)
 
         fleet = rollout_fleet(lambda index: FakeEngine(lambda request: 0.01), count=2)
         run(scenario())
@@ -216,6 +434,8 @@ class TestRevival:
             await fleet.start(0)
             for actor in handles(fleet):
                 actor.kill()
+            for replica in ("rollout-0", "rollout-1"):
+                await notice_loss(fleet, replica)
             with pytest.raises(FleetError, match=r"no rollout actor is left: rollout-1 was lost 1 times"):
                 await fleet.generate(request())
             assert news.is_set()  # the loop is told as well
@@ -239,6 +459,7 @@ class TestRevival:
             fleet = rollout_fleet(lambda index: Unstartable(), max_restarts=1, start_timeout_s=0.05)
             await fleet.start(0)
             handles(fleet)[0].kill()
+            await notice_loss(fleet)
             with pytest.raises(FleetError, match="did not start again: rollout-0 did not start within 0 s"):
                 await asyncio.wait_for(fleet.generate(request(timeout_s=60.0)), 2)
 
@@ -285,6 +506,20 @@ class TestBroadcast:
             await fleet.start(0)
             with pytest.raises(WeightsNotDelivered, match=f"weights of version 1: {words}"):
                 await fleet.broadcast(FakeLearner(), 1)  # type: ignore[arg-type]
+
+        run(scenario())
+
+    def test_an_engine_that_dies_while_it_loads_is_replaced(self) -> None:
+        class Dead(FakeEngine):
+            async def update(self, version: int) -> UpdateReport:
+                raise RayTaskError("update", "", EngineDied("the vLLM engine process died")).as_instanceof_cause()
+
+        async def scenario() -> None:
+            fleet = rollout_fleet(lambda index: FakeEngine() if index else Dead(), count=2)
+            await fleet.start(0)
+            await fleet.broadcast(FakeLearner(), 1)  # type: ignore[arg-type]
+            assert (await fleet.logprobs([[1, 2]])).keys() == {"rollout-1"}
+            assert fleet.metrics()["rollout/rollout-0/restarts"] == 1
 
         run(scenario())
 

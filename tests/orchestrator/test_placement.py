@@ -40,7 +40,7 @@ class TestCpu:
         placement = lay_out(cpu(2), "shared", replicas=1, ranks=2)
         assert (placement.rollout_threads, placement.learner_threads) == (2, 1)
         assert placement.bundles == [{"CPU": 1.0}, {"CPU": 0.5}, {"CPU": 0.5}]
-        assert not placement.takes_turns  # threads just idle
+        assert not placement.engines_sleep  # threads just idle
 
     def test_configured_threads_are_kept(self) -> None:
         placement = lay_out(cpu(8), rollout_threads=6, learner_threads=2)
@@ -94,11 +94,11 @@ class TestGpu:
         assert placement.device == "gpu"
         assert placement.bundles == [{"GPU": 2.0, "CPU": 1.0}] * 2 + [{"GPU": 1.0, "CPU": 1.0}] * 4
 
-    def test_shared_takes_turns(self) -> None:
+    def test_shared_engines_sleep_while_the_learner_works(self) -> None:
         placement = lay_out(gpu(2), "shared", replicas=2, ranks=2)
-        assert placement.takes_turns
+        assert placement.engines_sleep
         assert sum(bundle["GPU"] for bundle in placement.bundles) == 2
-        assert not lay_out(gpu(4), "split", replicas=2, ranks=2).takes_turns
+        assert not lay_out(gpu(4), "split", replicas=2, ranks=2).engines_sleep
 
     def test_a_cpu_run_on_a_gpu_machine(self) -> None:
         assert lay_out(gpu(8), device="cpu").bundles == [{"CPU": 16.0}] * 2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
 from fakes import manifest_of
 
-from learner.objective import Tally as LearnTally
+from learner.tally import Tally as LearnTally
 from learner.worker import LearnReport
 from orchestrator.fleet import BroadcastReport
 from orchestrator.flight import Flight
@@ -107,26 +108,66 @@ def test_a_resumed_run_reports_its_own_groups() -> None:
 
 
 class TestLearnerMetrics:
+    TALLY = LearnTally(
+        {
+            "tokens": (8.0, 0.0, 2.0),
+            "entropy": (15.0, 0.0, 5.0),
+            "ppo_kl": (1.0, 0.0, 0.0),
+            "clipped": (3.0, 0.0, 2.0),
+            "masked": (0.0, 0.0, 1.0),
+            "correction": (8.0, 0.0, 3.0),
+            "kl_ref": (4.0, 0.0, 0.0),
+            "loss": (2.0, 0.0, 1.0),
+            "mismatch_tokens": (4.0, 0.0, 1.0),  # each token once, in two epochs
+            "mismatch_k1": (-0.1, 0.0, 0.2),
+            "mismatch_k3": (0.1, 0.0, 0.4),
+            "mismatch_log_ratio_squared": (0.5, 0.0, 0.5),
+            "mismatch_ratio": (4.0, 0.0, 2.0),
+            "mismatch_ratio_squared": (5.0, 0.0, 4.0),
+            "mismatch_missing": (1.0, 0.0, 0.0),
+        },
+        {
+            "mismatch_ratio": (1.5, -math.inf, 2.0),
+            "mismatch_logprob_gap": (0.4, -math.inf, 0.7),
+            "mismatch_probability_gap": (0.1, -math.inf, 0.2),
+        },
+    )
+
     def test_sums_are_divided_once(self) -> None:
-        sums = {
-            "tokens": 10.0,
-            "entropy": 20.0,
-            "ppo_kl": 1.0,
-            "clipped": 5.0,
-            "mismatch_kl": 0.1,
-            "ratio": 10.0,
-            "ratio_squared": 12.5,
-            "kl_ref": 4.0,
-            "loss": 3.0,
-        }
-        values = learner_metrics([LEARNED], LearnTally(sums, {"ratio_max": 2.5}))
+        values = learner_metrics([LEARNED], self.TALLY)
         assert values["actor/entropy"] == 2.0
         assert values["actor/clip_ratio"] == 0.5
+        assert values["actor/masked_ratio"] == 0.1
+        assert values["actor/correction_mean"] == 1.1
         assert values["actor/kl_ref"] == 0.4
         assert values["actor/loss"] == 1.5  # per update
-        assert values["mismatch/ess"] == pytest.approx(100 / 125)
-        assert values["mismatch/ratio_mean"] == 1.0
-        assert values["mismatch/ratio_max"] == 2.5
+        assert values["mismatch/kl"] == pytest.approx(0.1)
+        assert values["mismatch/kl_k1"] == pytest.approx(0.02)
+        assert values["mismatch/m2"] == pytest.approx(0.2)
+        assert values["mismatch/ess"] == pytest.approx(36 / (5 * 9))
+        assert values["mismatch/ratio_mean"] == 1.2
+        assert values["mismatch/ratio_max"] == 2.0
+        assert values["mismatch/missing_ratio"] == 0.2
+        for name in values:
+            find(name)
+
+    def test_a_staleness_has_the_figures_of_its_own_tokens(self) -> None:
+        values = learner_metrics([LEARNED], self.TALLY)
+        fresh = {name.removeprefix("mismatch/staleness_0/"): value for name, value in values.items() if "ss_0/" in name}
+        assert fresh == pytest.approx(
+            {"tokens": 4, "kl": 0.025, "ess": 16 / (4 * 5), "ratio_mean": 1, "ratio_max": 1.5}
+            | {"actor/staleness_0/clip_ratio": 3 / 8, "actor/staleness_0/masked_ratio": 0}
+        )
+        assert values["mismatch/staleness_2/kl"] == 0.4
+        assert values["actor/staleness_2/masked_ratio"] == 0.5
+        assert not [name for name in values if "staleness_1" in name], "no token has this staleness"
+
+    def test_what_the_objective_does_not_have_is_absent(self) -> None:
+        sums = {
+            name: values for name, values in self.TALLY.sums.items() if name not in ("masked", "correction", "kl_ref")
+        }
+        values = learner_metrics([LEARNED], LearnTally(sums, self.TALLY.maxima))
+        assert not [name for name in values if "masked" in name or "correction" in name or "kl_ref" in name]
 
     def test_no_update_has_no_norm(self) -> None:
         assert learner_metrics([LearnReport({}, {}, (), (), 0, 0, 0)], LearnTally()) == {}

@@ -278,7 +278,7 @@ class TestFailures:
             run.execute()
 
     def test_members_that_failed_are_asked_for_again(self, tmp_path: Path) -> None:
-        """Once, by the fleet; the group's other members are kept."""
+        """Alone; the group's other members are kept."""
         run = FakeRun(
             tmp_path,
             fake_config(),
@@ -286,6 +286,18 @@ class TestFailures:
         ).execute()
         assert run.run.queue.counts.trained == 8
         assert Counter(request.indexes for request in run.engines[0].requests) == {(0, 1): 8, (1,): 8}
+        assert run.values("rollout/retries") == [2.0] * 4
+
+    def test_members_that_always_fail_cost_their_group_after_so_many_retries(self, tmp_path: Path) -> None:
+        def fails(request: RolloutRequest, index: int) -> bool:
+            return index == 1 and sum(request.prompt_id.encode()) % 4 == 0
+
+        config = fake_config("rollout.retries=2", "sampling.max_dispatches_per_batch=100")
+        run = FakeRun(tmp_path, config, engine=lambda index: FakeEngine(fails=fails)).execute()
+        failed = [prompt for prompt, _, fate in outcomes(tmp_path) if fate == "failed"]
+        assert failed
+        attempts = Counter(r.prompt_id for r in run.engines[0].requests if r.prompt_id in failed)
+        assert set(attempts.values()) == {3}
 
     def test_unscored_groups_fail_and_are_counted(self, tmp_path: Path) -> None:
         def broken(trajectory: Trajectory) -> float | RewardResult:

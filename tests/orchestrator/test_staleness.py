@@ -63,6 +63,9 @@ def test_batch_summary_by_hand() -> None:
             "staleness/max": 2.0,
             "staleness/in_flight_mean": 1 / 3,
             "staleness/in_queue_mean": 2 / 3,
+            "staleness/share/0": 1 / 3,
+            "staleness/share/1": 1 / 3,
+            "staleness/share/2": 1 / 3,
         }
     )
     assert summary.histogram == {0: 1, 1: 1, 2: 1}

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import rollout_workers.worker
 from rollout_workers.chat import ChatTemplate
-from rollout_workers.engine import Answer, EngineDied, EngineSettings, UpdateReport
-from rollout_workers.trajectory import VersionSpan
+from rollout_workers.engine import PARKED, Answer, EngineDied, EngineSettings, UpdateReport
+from rollout_workers.trajectory import Trajectory, VersionSpan
 from rollout_workers.weights.bucket import Bucket, pack
 from rollout_workers.worker import RolloutRequest, RolloutWorker, SamplingSettings, member_seed
 
@@ -51,16 +51,21 @@ class ScriptedEngine:
         self.version = 0
         self.update_error: Exception | None = None
         self.loaded: list[bytes] = []
+        self.parked: list[list[str]] = []
 
     async def start(self, version: int) -> None:
         self.version = version
 
-    async def generate(self, prompt_ids: Sequence[int], **options: Any) -> Answer:
-        self.calls.append({"prompt_ids": list(prompt_ids), **options})
+    async def generate(self, name: str, prompt_ids: Sequence[int], **options: Any) -> Answer:
+        self.calls.append({"name": name, "prompt_ids": list(prompt_ids), **options})
         result = self.script(len(self.calls) - 1)
         if result.finish_reason == "never":
             await asyncio.sleep(60)
         return result
+
+    async def park(self, names: Sequence[str]) -> int:
+        self.parked.append(list(names))
+        return 3
 
     async def update(self, version: int, update_infos: Sequence[dict[str, Any]]) -> UpdateReport:
         self.loaded = [contents(info["path"]) for info in update_infos]
@@ -94,27 +99,33 @@ class Template:
         return [9] * self.length
 
 
+def make_worker(
+    patch: pytest.MonkeyPatch,
+    script: Callable[[int], Answer] | None = None,
+    *,
+    prompt_length: int = 4,
+    context: int = 100,
+    version: int = 0,
+) -> tuple[RolloutWorker, ScriptedEngine]:
+    engines: list[ScriptedEngine] = []
+
+    class Engine(ScriptedEngine):
+        def __init__(self, settings: EngineSettings) -> None:
+            super().__init__(settings)
+            engines.append(self)
+            if script is not None:
+                self.script = script
+
+    patch.setattr(rollout_workers.worker, "Engine", Engine)
+    patch.setattr(ChatTemplate, "from_pretrained", lambda path, kwargs: Template(prompt_length))
+    worker = RolloutWorker(EngineSettings("unused", "float32", "cpu", context, 8, seed=0), {})
+    asyncio.run(worker.start(version))
+    return worker, engines[0]
+
+
 @pytest.fixture
 def worker_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RolloutWorker, ScriptedEngine]]:
-    def make(
-        script: Callable[[int], Answer] | None = None, *, prompt_length: int = 4, context: int = 100, version: int = 0
-    ) -> tuple[RolloutWorker, ScriptedEngine]:
-        engines: list[ScriptedEngine] = []
-
-        class Engine(ScriptedEngine):
-            def __init__(self, settings: EngineSettings) -> None:
-                super().__init__(settings)
-                engines.append(self)
-                if script is not None:
-                    self.script = script
-
-        monkeypatch.setattr(rollout_workers.worker, "Engine", Engine)
-        monkeypatch.setattr(ChatTemplate, "from_pretrained", lambda path, kwargs: Template(prompt_length))
-        worker = RolloutWorker(EngineSettings("unused", "float32", "cpu", context, 8, seed=0), {})
-        asyncio.run(worker.start(version))
-        return worker, engines[0]
-
-    return make
+    return lambda *arguments, **named: make_worker(monkeypatch, *arguments, **named)
 
 
 Worker = Callable[..., tuple[RolloutWorker, ScriptedEngine]]
@@ -147,11 +158,12 @@ def test_the_engine_is_asked_for_exactly_the_sampling_that_was_configured(worker
     assert len(engine.calls) == 3
     for index, call in enumerate(engine.calls):
         assert call == {
+            "name": "g",
             "prompt_ids": [9] * 4,
             "temperature": 0.7,
             "max_tokens": 50,
             "eos_ids": (EOS,),
-            "seed": member_seed(11, "p", 0, index, 0),
+            "seed": member_seed(11, "p", 0, index, 0, 0),
         }
 
 
@@ -231,13 +243,32 @@ def test_e12_a_second_attempt_keeps_nothing_of_the_first(worker_of: Worker) -> N
     assert engine.calls[0]["seed"] != engine.calls[1]["seed"]
 
 
+E13 = CASES["e13"]["input"]
+
+
 def test_e13_an_answer_gets_what_the_context_leaves(worker_of: Worker) -> None:
-    case = CASES["e13"]["input"]
-    worker, engine = worker_of(prompt_length=case["input_tokens"], context=case["context"])
-    sampling = replace(REQUEST.sampling, max_response_tokens=case["max_response"])
+    worker, engine = worker_of(prompt_length=E13["input_tokens"], context=E13["context"])
+    sampling = replace(REQUEST.sampling, max_response_tokens=E13["max_response"])
     asyncio.run(worker.generate(replace(REQUEST, indexes=(0,), sampling=sampling)))
     (call,) = engine.calls
-    assert call["max_tokens"] == min(case["max_response"], case["context"] - case["input_tokens"]) == 21758
+    assert call["max_tokens"] == min(E13["max_response"], E13["context"] - E13["input_tokens"]) == 21758
+
+
+@given(st.integers(1, E13["input_tokens"] - 1))
+@example(1)
+@example(24576 - 21758)
+@example(E13["input_tokens"] - 1)
+def test_e13_a_continued_answer_gets_what_is_left_of_the_budget(written: int) -> None:
+    """Of 19202 tokens in the context `written` are the answer's own, and count against its budget of 24576."""
+    prompt_length = E13["input_tokens"] - written
+    with pytest.MonkeyPatch.context() as patch:
+        worker, engine = make_worker(patch, prompt_length=prompt_length, context=E13["context"])
+        partial = parked(prompt_length, written)
+        sampling = replace(REQUEST.sampling, max_response_tokens=E13["max_response"])
+        asyncio.run(worker.generate(replace(REQUEST, indexes=(0,), sampling=sampling), [partial]))
+    (call,) = engine.calls
+    assert len(call["prompt_ids"]) == E13["input_tokens"]
+    assert call["max_tokens"] == min(E13["max_response"] - written, 21758)
 
 
 def test_e16_a_reply_ended_by_a_stop_string_is_not_truncated(worker_of: Worker) -> None:
@@ -264,10 +295,158 @@ def test_a_prompt_that_fills_the_context_but_for_one_token_gets_one(worker_of: W
     assert all(m.error is None for m in report.members)
 
 
+# Parking
+
+
+def parked(prompt_length: int = 4, written: int = 4, index: int = 0, version: int = 3, **fields: Any) -> Trajectory:
+    """A partial answer of group g."""
+    total = prompt_length + written
+    mask = np.arange(total) >= prompt_length
+    spans = (VersionSpan(prompt_length, total, version),) if written else ()
+    defaults = {
+        "group_id": "g",
+        "index": index,
+        "prompt_id": "p",
+        "messages": (*REQUEST.messages, {"role": "assistant", "content": "some"}),
+        "token_ids": np.where(mask, 100 + np.arange(total), 9).astype(np.int32),
+        "response_mask": mask,
+        "behaviour_logprobs": np.where(mask, -2.0, 0.0).astype(np.float32),
+        "version_spans": spans,
+        "finish_reason": PARKED,
+        "metadata": {"prompt_length_messages": 1},
+    }
+    return Trajectory(**(defaults | fields))
+
+
+def generated(worker: RolloutWorker, request: RolloutRequest, *partials: Any) -> tuple[Any, tuple[Trajectory, ...]]:
+    return asyncio.run(worker.generate(request, *partials))
+
+
+def test_an_interrupted_answer_is_parked_with_what_it_has(worker_of: Worker) -> None:
+    answers = [answer((5, 6), finish_reason=PARKED), answer((), finish_reason=PARKED), answer()]
+    worker, _ = worker_of(lambda call: replace(answers[call], version_spans=answers[call].version_spans[: call != 1]))
+    report, trajectories = generated(worker, REQUEST)
+    assert [(m.parked, m.truncated, m.error, m.response_length, m.prompt_length) for m in report.members] == [
+        (True, False, None, 2, 4),
+        (True, False, None, 0, 4),
+        (False, False, None, 3, 4),
+    ]
+    assert [m.token_versions for m in report.members] == [((0, 2),), (), ((0, 3),)]
+    assert [m.in_payload for m in report.members] == [True, False, True]
+    assert [(t.index, t.finish_reason, t.token_ids[4:].tolist()) for t in trajectories] == [
+        (0, PARKED, [5, 6]),
+        (2, "stop", [5, 6, EOS]),
+    ]
+
+
+def test_park_interrupts_the_groups_by_name(worker_of: Worker) -> None:
+    worker, engine = worker_of()
+    assert asyncio.run(worker.park(["g", "h"])) == 3
+    assert engine.parked == [["g", "h"]]
+
+
+def test_e11_a_continued_answer_is_the_old_tokens_and_the_new_ones(worker_of: Worker) -> None:
+    case = CASES["e11"]["input"]
+    old, new = case["old_tokens"], case["new_tokens"]
+    worker, engine = worker_of(lambda call: answer((5, 6, EOS)[:new], version=4))
+    report, (whole,) = generated(worker, replace(REQUEST, indexes=(0,)), [parked(written=old)])
+    (call,) = engine.calls
+    assert call["prompt_ids"] == [9, 9, 9, 9, 104, 105, 106, 107]  # the very ids: `Words` could not encode them again
+    assert call["max_tokens"] == 50 - old
+    assert call["seed"] == member_seed(11, "p", 0, 0, 0, old) != member_seed(11, "p", 0, 0, 0, 0)
+    assert whole.token_ids.tolist() == [*call["prompt_ids"], 5, 6, EOS]
+    np.testing.assert_allclose(whole.behaviour_logprobs, [0] * 4 + [-2] * old + [-1.0, -0.55, -0.1], rtol=1e-6)
+    assert whole.version_spans == (VersionSpan(4, 4 + old, 3), VersionSpan(4 + old, 4 + old + new, 4))
+    # All of it is the policy's; whoever leaves out the tokens of other versions keeps exactly the new ones.
+    response = whole.response_mask[4:]
+    assert response.tolist() == [True] * (old + new)
+    assert (response & (whole.token_versions[4:] == 4)).tolist() == [
+        bool(m) for m in CASES["e11"]["expected"]["loss_mask"]
+    ]
+    assert whole.completion == " ".join(["word"] * (old + new - 1))
+    assert (whole.finish_reason, whole.prompt_messages) == ("stop", REQUEST.messages)
+    (member,) = report.members
+    assert (member.token_versions, member.response_length, member.prompt_length) == (((3, old), (4, new)), old + new, 4)
+    assert (member.parked, member.truncated) == (False, False)
+
+
+def test_an_answer_continued_under_its_own_version_has_one_span(worker_of: Worker) -> None:
+    spans = (VersionSpan(0, 1, 3), VersionSpan(1, 3, 4))
+    worker, _ = worker_of(lambda call: replace(answer(), version_spans=spans))
+    _, (whole,) = generated(worker, replace(REQUEST, indexes=(0,)), [parked()])
+    assert whole.version_spans == (VersionSpan(4, 9, 3), VersionSpan(9, 11, 4))
+
+
+def test_an_answer_can_be_parked_again_and_again(worker_of: Worker) -> None:
+    worker, engine = worker_of(lambda call: answer((50 + call,), version=call, finish_reason=PARKED))
+    request, partials = replace(REQUEST, indexes=(0,)), ()
+    for _ in range(3):
+        report, partials = generated(worker, request, partials)
+        assert report.members[0].parked
+    assert [call["prompt_ids"] for call in engine.calls] == [[9] * 4, [9, 9, 9, 9, 50], [9, 9, 9, 9, 50, 51]]
+    assert [call["max_tokens"] for call in engine.calls] == [50, 49, 48]
+    assert len({call["seed"] for call in engine.calls}) == 3
+    (last,) = partials
+    assert last.token_ids.tolist() == [9, 9, 9, 9, 50, 51, 52]
+    assert last.version_spans == (VersionSpan(4, 5, 0), VersionSpan(5, 6, 1), VersionSpan(6, 7, 2))
+
+
+def test_members_are_continued_begun_or_left_as_they_are(worker_of: Worker) -> None:
+    """One request for a whole group: one is parked, one has finished, one has nothing, one is not asked for."""
+    worker, engine = worker_of()
+    earlier = (parked(index=0, written=2), parked(index=1, finish_reason="stop"), parked(index=3))
+    report, trajectories = generated(worker, replace(REQUEST, indexes=(2, 1, 0)), earlier)
+    assert [len(call["prompt_ids"]) for call in engine.calls] == [4, 6]
+    assert [m.index for m in report.members] == [t.index for t in trajectories] == [2, 1, 0]
+    assert trajectories[1] is earlier[1]
+    assert report.members[1].token_versions == ((3, 4),)
+    assert [m.response_length for m in report.members] == [3, 4, 5]
+
+
+def test_of_a_member_with_several_partials_the_later_counts(worker_of: Worker) -> None:
+    worker, engine = worker_of()
+    generated(worker, replace(REQUEST, indexes=(0,)), [parked(written=2)], [parked(written=6)], [parked(index=1)])
+    assert [len(call["prompt_ids"]) for call in engine.calls] == [10]
+
+
+@pytest.mark.parametrize(("budget", "context"), [(4, 100), (3, 100), (50, 8)])
+def test_a_partial_without_room_to_go_on_is_truncated_and_not_asked_again(
+    worker_of: Worker, budget: int, context: int
+) -> None:
+    worker, engine = worker_of(context=context)
+    sampling = replace(REQUEST.sampling, max_response_tokens=budget)
+    report, (whole,) = generated(worker, replace(REQUEST, indexes=(0,), sampling=sampling), [parked()])
+    assert engine.calls == []
+    assert (whole.finish_reason, whole.response_length) == ("length", 4)
+    assert (report.members[0].truncated, report.members[0].parked) == (True, False)
+
+
+def test_a_continued_member_that_fails_is_a_report_like_any_other(worker_of: Worker) -> None:
+    worker, _ = worker_of(lambda call: answer(finish_reason="never"))
+    report, trajectories = generated(worker, replace(REQUEST, indexes=(0,), timeout_s=0.05), [parked()])
+    assert trajectories == ()
+    (member,) = report.members
+    assert (member.error, member.response_length) == ("TimeoutError: no answer within 0.05 s", 0)
+    assert not member.parked
+    assert not member.in_payload
+
+
+def test_another_groups_answers_are_refused(worker_of: Worker) -> None:
+    worker, engine = worker_of()
+    with pytest.raises(ValueError, match="group g can't be continued from answers of other"):
+        generated(worker, REQUEST, [parked(group_id="other")])
+    assert engine.calls == []
+
+
 # Seeds
 
 Names = st.tuples(
-    st.integers(0, 2**32), st.text(max_size=8), st.integers(0, 50), st.integers(0, 500), st.integers(0, 9)
+    st.integers(0, 2**32),
+    st.text(max_size=8),
+    st.integers(0, 50),
+    st.integers(0, 500),
+    st.integers(0, 9),
+    st.integers(0, 40_000),
 )
 
 
@@ -278,7 +457,7 @@ def test_two_answers_of_a_run_never_share_a_seed(one: Any, other: Any) -> None:
 
 
 def test_seeds_are_the_same_in_every_process() -> None:
-    assert member_seed(0, "arithmetic/3", 1, 2, 0) == 2624903873690779035
+    assert member_seed(0, "arithmetic/3", 1, 2, 0, 17) == 121490867623946250
 
 
 # Weights

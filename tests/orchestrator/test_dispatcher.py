@@ -1,0 +1,175 @@
+"""Groups on their way, in whole runs with fake engines: parked for the learner, stopped early, filtered by the user."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fakes import ANSWER_TOKENS, FakeEngine, FakeLearner, FakeRun, fake_config, index_reward, patch_ray
+
+from orchestrator.journal import read_outcomes, read_trajectories
+from rollout_workers.trajectory import Trajectory
+from rollout_workers.worker import RolloutRequest
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_ray(monkeypatch)
+    monkeypatch.setattr("orchestrator.run.shares_prefixes", lambda prepared: True)
+
+
+def chosen(prompt_id: str) -> bool:
+    """About a third of the prompts."""
+    return sum(prompt_id.encode()) % 3 == 0
+
+
+class TestTakingTurns:
+    """placement.mode=shared: engines write nothing while the learner works, and lose nothing of what they had."""
+
+    def start(self, folder: Path, *overrides: str) -> tuple[FakeRun, list[int]]:
+        """A run whose chosen prompts take longer than a batch; requests that the engine held while the learner worked."""
+        held: list[int] = []
+
+        class Watching(FakeLearner):
+            async def learn(self, *arguments):  # type: ignore[no-untyped-def]
+                held.append(sum(len(engine.writing) for engine in run.engines))
+                return await super().learn(*arguments)
+
+        def delay_s(request: RolloutRequest) -> float:
+            return 0.05 if chosen(request.prompt_id) else 0.002
+
+        config = fake_config("placement.mode=shared", "run.batches=8", "data.epochs=null", *overrides)
+        run = FakeRun(folder, config, engine=lambda index: FakeEngine(delay_s), learner=Watching(learn_s=0.01))
+        return run.execute(), held
+
+    @pytest.mark.parametrize("window", ["sampling.window_batches=1", "sampling.window_batches=8"])
+    def test_what_is_being_written_is_parked_and_goes_on(self, tmp_path: Path, window: str) -> None:
+        run, held = self.start(tmp_path, "staleness.max=2", window)
+        assert held == [0] * 8
+        assert sum(run.values("rollout/parked")) > 0
+        assert max(run.values("staleness/max")) <= 2
+        rows = read_trajectories(tmp_path).to_pylist()
+        assert all(sum(row["response_mask"]) == ANSWER_TOKENS for row in rows)
+        spread = [row for row in rows if len({span["version"] for span in row["version_spans"]}) > 1]
+        assert spread
+        # Only what was not whole yet was asked for again.
+        engine = run.engines[0]
+        assert all(len(request.indexes) == 2 and request.attempt == 0 for request in engine.requests)
+        run.run.queue.check()
+
+    def test_without_staleness_there_is_nothing_to_park(self, tmp_path: Path) -> None:
+        run, held = self.start(tmp_path, "staleness.max=0")
+        assert held == [0] * 8
+        assert sum(run.values("rollout/parked")) == 0
+        assert all(what != "park" for what, _ in run.engines[0].log)
+
+    def test_an_engine_lost_with_parked_answers_costs_no_group(self, tmp_path: Path) -> None:
+        run = FakeRun(
+            tmp_path,
+            fake_config("placement.mode=shared", "staleness.max=1", "run.batches=6", "rollout.replicas=2"),
+        )
+
+        def delay_s(request: RolloutRequest) -> float:
+            if len(run.learner.batches) == 3 and not run.actors[0].dead:
+                run.actors[0].kill()
+            return 0.03 if chosen(request.prompt_id) else 0.002
+
+        run.engine = lambda index: FakeEngine(delay_s)
+        run.learner = FakeLearner(learn_s=0.01)
+        run.execute()
+        assert len(run.learner.batches) == 6
+        assert run.run.queue.counts.failed == 0
+
+
+class TestEarlyStop:
+    """The last member of a chosen group is overdue; its others are equal, or not."""
+
+    def start(self, folder: Path, *overrides: str, equal: bool = True, slow_s: float = 20.0) -> FakeRun:
+        asked: Counter[str] = Counter()
+
+        def delay_s(request: RolloutRequest) -> float:
+            asked[request.group_id] += 1
+            return slow_s if chosen(request.prompt_id) and asked[request.group_id] == 1 else 0.002
+
+        def rule(trajectory: Trajectory) -> float:
+            if chosen(trajectory.prompt_id) and trajectory.index < 3:
+                return 0.0 if equal else index_reward(trajectory)
+            return float(trajectory.index % 2)
+
+        config = fake_config(
+            "sampling.answers_per_group=4",
+            "sampling.early_stop.after_s=0.03",
+            "sampling.max_dispatches_per_batch=100",
+            "rollout.answer_timeout_s=1",
+            *overrides,
+        )
+        slow = FakeEngine(delay_s, slow=lambda request, index: index == 3)
+        return FakeRun(folder, config, engine=lambda index: slow, rule=rule).execute()
+
+    def test_a_group_that_can_hardly_teach_is_stopped(self, tmp_path: Path) -> None:
+        run = self.start(tmp_path, "sampling.early_stop.control_share=0")
+        stopped = [o for o in read_outcomes(tmp_path).to_pylist() if "stopped early" in o["reason"]]
+        assert stopped
+        assert all(chosen(o["prompt_id"]) and o["outcome"] == "filtered" for o in stopped)
+        assert {tuple(o["reward_values"]) for o in stopped} == {(0.0, 0.0, 0.0, None)}  # the rest was not judged
+        assert run.run.queue.tally.stopped_early == len(stopped) == sum(run.values("early_stop/stopped"))
+        assert run.values("early_stop/discarded_tokens")[-1] == len(stopped)
+        assert run.values("early_stop/lost_useful_ratio") == []  # without controls nobody knows
+        assert len(run.learner.batches) == 4
+
+    def test_controls_go_on_and_show_what_is_lost(self, tmp_path: Path) -> None:
+        run = self.start(tmp_path, "sampling.early_stop.control_share=1")
+        assert run.run.queue.tally.stopped_early == 0
+        assert run.run.queue.counts.filtered == 0
+        assert run.values("early_stop/lost_useful_ratio")[-1] == 1.0  # the overdue member was the right one
+        assert run.values("early_stop/saved_tokens")[-1] == 0
+        trained = read_trajectories(tmp_path).to_pylist()
+        assert any(chosen(row["prompt_id"]) for row in trained)
+        assert all(sum(row["response_mask"]) == ANSWER_TOKENS for row in trained)
+
+    def test_a_group_that_differs_already_goes_on(self, tmp_path: Path) -> None:
+        run = self.start(tmp_path, "sampling.early_stop.control_share=0", equal=False)
+        assert run.run.queue.tally.stopped_early == 0
+        assert run.run.queue.counts.trained == run.run.queue.counts.dispatched == 8
+        assert run.values("early_stop/stopped") == []
+
+    def test_off_by_default(self, tmp_path: Path) -> None:
+        run = self.start(tmp_path, "sampling.early_stop.after_s=null", slow_s=0.1)
+        assert all(what != "park" for what, _ in run.engines[0].log)
+
+
+def only_first_right(members) -> bool:  # type: ignore[no-untyped-def]
+    """A user's filter."""
+    return members[0].filter_value == 1.0
+
+
+def test_a_users_filter_decides_in_the_live_run_too(tmp_path: Path) -> None:
+    config = fake_config(f"sampling.keep={__file__}:only_first_right", "sampling.max_dispatches_per_batch=100")
+
+    def rule(trajectory: Trajectory) -> float:
+        return float(trajectory.index == (0 if chosen(trajectory.prompt_id) else 1))
+
+    run = FakeRun(tmp_path, config, rule=rule).execute()
+    assert {o["prompt_id"] for o in read_outcomes(tmp_path).to_pylist() if o["outcome"] == "trained"} == {
+        row["prompt_id"] for row in read_trajectories(tmp_path).to_pylist() if chosen(row["prompt_id"])
+    }
+    assert sum(run.values("group/not_kept")) == run.run.queue.counts.filtered > 0
+
+
+def test_the_adaptive_bound_follows_the_mismatch_and_survives_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = iter([0.2, 0.9, 0.9, 0.9, 0.1, 0.9])
+    monkeypatch.setattr(
+        "orchestrator.reporting.learner_metrics",
+        lambda reports, tally: {"mismatch/ess": next(figures), "mismatch/kl": 0.0},
+    )
+    overrides = ["staleness.max=4", "staleness.adaptive=true", "staleness.patience_batches=2", "data.epochs=null"]
+    overrides += ["checkpoint.every_batches=1"]
+    run = FakeRun(tmp_path, fake_config(*overrides, "run.batches=3")).execute()
+    assert run.values("staleness/bound") == [4, 2, 2]
+    resumed = FakeRun(tmp_path, fake_config(*overrides, "run.batches=6"), resume=True).execute()
+    assert resumed.values("staleness/bound") == [3, 3, 1]
+    assert run.most_untrained <= 2 * 5
+    assert resumed.most_untrained <= 2 * 4
