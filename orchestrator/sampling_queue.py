@@ -110,6 +110,7 @@ class SamplingQueue:
         self.settings = settings
         self.policy = settings.policy
         self._admission = self.policy
+        self._capacity = self.policy.capacity
         self.version = version  # the learner's: of the last acknowledged publish
         self._indexes = list(range(settings.answers_per_group))
         self._window = settings.window_batches * settings.groups_per_batch
@@ -196,7 +197,7 @@ class SamplingQueue:
                 last = settings.answers_per_group - 1
                 raise QueueError(f"group {group_id} needs members 0 to {last}, got {sorted(indexes)}")
         scored = [member for member in members if member.reward is not None]
-        oldest = {member.index: member.oldest_version for member in scored if member.token_versions}
+        oldest = {member.index: min(member.token_versions)[0] for member in scored if member.token_versions}
         if len(scored) < settings.min_scored or len(oldest) < settings.min_trainable:
             return (self._done(group, Stage.FAILED, _failure(members, settings.min_scored)),)
         if (reason := self._filtered(scored)) is not None:
@@ -277,7 +278,11 @@ class SamplingQueue:
         """
         scored = [member for member in members if member.reward is not None]
         needed = max(self.settings.min_trainable, math.ceil(self.settings.answers_per_group / 2))
-        return self.settings.filter and len(scored) >= needed and self._equal(scored)
+        return (
+            self.settings.filter
+            and len(scored) >= needed
+            and self._equal(_filter_values(scored), _rewards(scored))
+        )
 
     def waits_for_late(self) -> bool:
         """Whether a batch is there but held back for unfinished groups that would be too old after it."""
@@ -384,7 +389,8 @@ class SamplingQueue:
 
     def _places(self) -> int:
         """Dispatches that admission and the effort bound allow, whatever prompts there are."""
-        return min(self._admission.room(self._claimed()), self._budget)
+        places = self._admission.capacity - self._claimed()
+        return max(0, places if places < self._budget else self._budget)
 
     def _held_back(self, size: int) -> bool:
         """Whether the oldest `size` groups inside the window would leave some unfinished one without its place in time.
@@ -420,7 +426,7 @@ class SamplingQueue:
         judgements["judged"] += 1
         if max(values) - min(values) <= settings.filter_tolerance:
             judgements["all_right" if sum(values) / len(values) > 0.5 else "all_wrong"] += 1
-        if self._equal(scored):
+        if self._equal(values, _rewards(scored)):
             judgements["zero_variance"] += 1
             if settings.filter:
                 return "rewards do not differ"
@@ -434,10 +440,9 @@ class SamplingQueue:
             return "not kept by sampling.keep"
         return None
 
-    def _equal(self, scored: Sequence[Member]) -> bool:
+    def _equal(self, values: Sequence[float], rewards: Sequence[float]) -> bool:
         """Whether a group teaches a group-relative estimator nothing: filter values or total rewards do not differ."""
         tolerance = self.settings.filter_tolerance
-        values, rewards = _filter_values(scored), [member.reward for member in scored if member.reward is not None]
         return max(values) - min(values) <= tolerance or max(rewards) - min(rewards) <= tolerance
 
     def _take(self, group: _Group) -> BatchGroup:
@@ -497,7 +502,8 @@ class SamplingQueue:
             self._training[group.group_id] = group
         else:
             del self._groups[group.group_id]
-        self._advance_window()
+        if before in UNFINISHED:  # only then the window moves, or a group comes before it
+            self._advance_window()
         self._assert_bounds()
 
     def _window_limit(self) -> float:
@@ -517,7 +523,7 @@ class SamplingQueue:
 
     def _assert_bounds(self) -> None:
         total = sum(self._stages.values())
-        if total != self._dispatched or len(self._groups) > self.policy.capacity:
+        if total != self._dispatched or len(self._groups) > self._capacity:
             raise QueueError(f"conservation or admission is broken (capacity {self.policy.capacity}): {self.counts}")
 
 
@@ -531,7 +537,11 @@ def _decrement(counts: Counter[int], key: int) -> None:
 def _filter_values(scored: Sequence[Member]) -> list[float]:
     """Members without a filter value don't count; where none has one, the total rewards stand in."""
     values = [member.filter_value for member in scored if member.filter_value is not None]
-    return values or [member.reward for member in scored if member.reward is not None]
+    return values or _rewards(scored)
+
+
+def _rewards(scored: Sequence[Member]) -> list[float]:
+    return [member.reward for member in scored if member.reward is not None]
 
 
 def _failure(members: Sequence[Member], needed: int) -> str:

@@ -192,8 +192,7 @@ class OfferAgain:
     epoch: int
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """The prompt is used up in this epoch. `outcome` is trained, filtered, failed or stale."""
 
     group_id: str
@@ -262,8 +261,7 @@ class Tally:
         return Tally(**{name: now - getattr(earlier, name) for name, now in vars(self).items()})
 
 
-@dataclass(frozen=True)
-class BatchGroup:
+class BatchGroup(NamedTuple):
     """A group to train on: the `trainable` indexes enter the loss, all scored `members` its baseline."""
 
     group_id: str
@@ -299,9 +297,10 @@ class Batch:
 
     def staleness(self) -> BatchStaleness:
         """Over the members that enter the loss."""
+        parts = [(group.members, group.trainable) for group in self.groups]
         return batch_staleness(
             self.version,
-            (group.members[index].token_versions for group in self.groups for index in group.trainable),
+            [members[index].token_versions for members, trainable in parts for index in trainable],
         )
 
 

@@ -18,7 +18,7 @@ clock or I/O.
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,7 @@ class StalenessPolicy:
         if self.groups_per_batch < 1:
             raise ValueError(f"sampling.groups_per_batch must be at least 1, got {self.groups_per_batch}")
 
-    @property
+    @functools.cached_property
     def capacity(self) -> int:
         """Most groups that may be dispatched and not yet trained: one batch, and one per version of lag."""
         return (self.max_staleness + 1) * self.groups_per_batch
@@ -159,30 +159,41 @@ def batch_staleness(learner_version: int, trajectories: Iterable[TokenVersions])
     Raises ValueError for no trajectories, a trajectory without sampled tokens, or a version that the
     learner has not reached.
     """
-    histogram: Counter[int] = Counter()
-    tokens = stale_tokens = flight_sum = queue_sum = 0
+    # One pass of plain counting: a batch has thousands of trajectories, a simulation thousands of batches.
+    by_oldest: dict[int, int] = {}  # trajectories
+    by_newest: dict[int, int] = {}
+    by_version: dict[int, int] = {}  # tokens
     for spans in trajectories:
-        oldest, newest = _span(version for version, _ in spans)
-        _reached(learner_version, newest)
-        histogram[learner_version - oldest] += 1
-        flight_sum += newest - oldest
-        queue_sum += learner_version - newest
-        for version, count in spans:
-            tokens += count
-            stale_tokens += count if version < learner_version else 0
-    trajectory_count = histogram.total()
-    if not trajectory_count:
+        if not spans:
+            raise ValueError("a trajectory without sampled tokens has no staleness")
+        if len(spans) == 1:
+            ((oldest, count),) = spans
+            newest = oldest
+            by_version[oldest] = by_version.get(oldest, 0) + count
+        else:
+            oldest, newest = min(spans)[0], max(spans)[0]
+            for version, count in spans:
+                by_version[version] = by_version.get(version, 0) + count
+        by_oldest[oldest] = by_oldest.get(oldest, 0) + 1
+        by_newest[newest] = by_newest.get(newest, 0) + 1
+    if not by_oldest:
         raise ValueError("the staleness of a batch without trajectories is not defined")
+    _reached(learner_version, max(by_newest))
+    histogram = {learner_version - oldest: count for oldest, count in sorted(by_oldest.items(), reverse=True)}
+    trajectory_count, tokens = sum(by_oldest.values()), sum(by_version.values())
+    stale_tokens = tokens - by_version.get(learner_version, 0)
+    flight_sum = sum(v * n for v, n in by_newest.items()) - sum(v * n for v, n in by_oldest.items())
+    queue_sum = sum((learner_version - v) * n for v, n in by_newest.items())
     return BatchStaleness(
         trajectories=trajectory_count,
         tokens=tokens,
-        stale_ratio=1 - histogram[0] / trajectory_count,
+        stale_ratio=1 - histogram.get(0, 0) / trajectory_count,
         stale_token_ratio=stale_tokens / tokens,
         mean=(flight_sum + queue_sum) / trajectory_count,
         max=max(histogram),
         in_flight_mean=flight_sum / trajectory_count,
         in_queue_mean=queue_sum / trajectory_count,
-        histogram=dict(sorted(histogram.items())),
+        histogram=histogram,
     )
 
 
