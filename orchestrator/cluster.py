@@ -182,7 +182,12 @@ class Cluster:
             num_cpus=0, max_concurrency=REWARD_CONCURRENCY, max_restarts=-1, max_task_retries=0
         )
         actors = [
-            actor.remote(rewards, timeout_s=config.reward.timeout_s, retries=config.reward.retries)
+            actor.remote(
+                rewards,
+                timeout_s=config.reward.timeout_s,
+                retries=config.reward.retries,
+                processes=REWARD_CONCURRENCY,  # a process costs more to start than most verdicts
+            )
             for _ in range(config.reward.workers)
         ]
         alarm = ErrorAlarm(config.reward.max_error_ratio)

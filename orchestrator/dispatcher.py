@@ -199,6 +199,8 @@ class Dispatcher:
             ),
             timeout_s=r.answer_timeout_s,
             attempt=flight.attempt,
+            # Behind an evaluation, which the loop waits for; an old group before a younger one, also when it was parked.
+            priority=1 + flight.dispatched_at_version,
         )
         timer = None
         if stop_after_s is not None and not flight.reviewed and self._queue.settings.filter:

@@ -37,6 +37,7 @@ CPU_BLOCK_TOKENS = 32  # prompts shorter than a block never meet the prefix cach
 
 PARKED = "parked"  # the finish reason of an answer that was interrupted, to be continued
 FINISHED = ("stop", "length")  # vLLM's others, like `abort` and `error`, are no answers
+FIRST = -1  # priority before every answer's
 ABORT_ROUND_S = 0.01
 DEATH_CHECK_S = 0.2
 
@@ -120,6 +121,7 @@ class Engine:
             "enforce_eager": s.enforce_eager,
             "enable_prefix_caching": True,
             "enable_sleep_mode": s.takes_turns,
+            "scheduling_policy": "priority",
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # never a model's own top_p or temperature
             "weight_transfer_config": {"backend": NCCL_BACKEND if s.transport == "nccl" else SHARED_MEMORY_BACKEND},
@@ -150,9 +152,11 @@ class Engine:
         max_tokens: int,
         eos_ids: Sequence[int],
         seed: int | None,
+        priority: int = 0,
     ) -> Answer:
         """Sample one answer; `park` finds it by `name`, which several requests may share.
 
+        Of requests that wait for a place, those with the lowest `priority` come first, and of these the earliest.
         Raises EngineDied when the engine process is gone, RuntimeError when the engine gave the request up.
         """
         from vllm import SamplingParams
@@ -173,7 +177,7 @@ class Engine:
         self._requests.add(request)
         interrupted = False
         try:
-            output = (await self._run(name, prompt, parameters)).outputs[0]
+            output = (await self._run(name, prompt, parameters, priority)).outputs[0]
             interrupted = request.parked and output.finish_reason == "abort"
         finally:
             self._requests.discard(request)
@@ -228,18 +232,19 @@ class Engine:
         name = f"probe-{next(self._probe_numbers)}"
         # A salt of its own: a probe must be computed anew each time.
         prompt = tokens_input(list(token_ids), cache_salt=name)
-        entries = (await self._run(name, prompt, parameters)).prompt_logprobs
+        # The loop waits for a probe: it must not wait behind hundreds of answers.
+        entries = (await self._run(name, prompt, parameters, priority=FIRST)).prompt_logprobs
         return np.asarray(
             [entry[int(t)].logprob for t, entry in zip(token_ids[1:], entries[1:], strict=True)],
             dtype=np.float32,
         )
 
-    async def _run(self, name: str, prompt: Any, parameters: Any) -> Any:
+    async def _run(self, name: str, prompt: Any, parameters: Any, priority: int) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         final = None
         try:
-            async for output in self._llm.generate(prompt, parameters, name):
+            async for output in self._llm.generate(prompt, parameters, name, priority=priority):
                 final = output
         except EngineDeadError as error:
             raise EngineDied("the vLLM engine process died") from error

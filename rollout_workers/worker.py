@@ -40,7 +40,10 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Some members of one group. `attempt` counts re-samplings, so that a seeded member differs each time."""
+    """Some members of one group. `attempt` counts re-samplings, so that a seeded member differs each time.
+
+    In a full engine requests with a lower `priority` (0 and up) come first.
+    """
 
     group_id: str
     prompt_id: str
@@ -50,6 +53,7 @@ class RolloutRequest:
     sampling: SamplingSettings
     timeout_s: float
     attempt: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,7 @@ class RolloutWorker:
                     max_tokens=max_tokens,
                     eos_ids=self._chat.eos_ids,
                     seed=seed,
+                    priority=request.priority,
                 )
         except TimeoutError as error:
             raise TimeoutError(f"no answer within {request.timeout_s:g} s") from error

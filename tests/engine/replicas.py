@@ -26,8 +26,8 @@ class WatchedEngine(Engine):
         super().__init__(settings)
         self.cached: dict[str, int] = {}
 
-    async def _run(self, name: str, prompt: Any, parameters: Any) -> Any:
-        output = await super()._run(name, prompt, parameters)
+    async def _run(self, name: str, prompt: Any, parameters: Any, priority: int) -> Any:
+        output = await super()._run(name, prompt, parameters, priority)
         self.cached[name] = output.num_cached_tokens
         return output
 

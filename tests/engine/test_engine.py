@@ -342,6 +342,23 @@ def test_parking_under_load_meets_answers_that_wait_in_the_engines_queue(engine:
         assert np.abs(trajectory.behaviour_logprobs[prompt:] - expected).max() < TOLERANCE_NATS
 
 
+def test_a_probe_does_not_wait_behind_answers_and_old_groups_come_before_young_ones(engine: Any, run: Run) -> None:
+    """The engine writes 32 answers at a time, and the loop stands still while it waits for a probe."""
+    import ray
+
+    young = sample(engine, PROMPT, 40, name="young", max_tokens=200, priority=9)
+    waiting = sample(engine, PROMPT, 40, name="waiting", max_tokens=200, priority=9)
+    in_step(engine, run, 3)
+    old = sample(engine, PROMPT, 4, name="old", max_tokens=8, priority=8)
+    assert len(run(engine.logprobs.remote([PROMPT]))[0]) == len(PROMPT) - 1
+    for reference in old:
+        run(reference)
+    unfinished = [r for r in (*young, *waiting) if not ray.wait([r], timeout=0)[0]]
+    assert len(unfinished) >= 80 - 2 * 32  # of the first come at most those that had a place
+    run(engine.park.remote(["young", "waiting"]))
+    assert_idle(engine, run)
+
+
 def test_an_answer_that_the_engine_gave_up_is_an_error_not_a_short_answer(engine: Any, run: Run) -> None:
     report, payload = ask(engine, request("given-up", range(2), 800))
     in_step(engine, run, 10)

@@ -164,6 +164,7 @@ def test_the_engine_is_asked_for_exactly_the_sampling_that_was_configured(worker
             "max_tokens": 50,
             "eos_ids": (EOS,),
             "seed": member_seed(11, "p", 0, index, 0, 0),
+            "priority": 0,
         }
 
 
