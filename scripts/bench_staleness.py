@@ -21,9 +21,9 @@ RATIO = "bias/trained_to_dispatched_length"
 
 
 def slow_letters(completion: str) -> float:
-    """Right if the letter e is frequent; 3 ms a character to judge."""
-    time.sleep(0.003 * len(completion))
-    return float(completion.count("e") > len(completion) / 12)
+    """Right if the letter e is frequent; 0.5 ms a character to judge."""
+    time.sleep(0.0005 * len(completion))
+    return float(completion.count("e") > len(completion) / 16)
 
 
 def run(folder: Path, staleness: int, batches: int) -> list[dict[str, float]]:
