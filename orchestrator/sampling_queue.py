@@ -278,11 +278,7 @@ class SamplingQueue:
         """
         scored = [member for member in members if member.reward is not None]
         needed = max(self.settings.min_trainable, math.ceil(self.settings.answers_per_group / 2))
-        return (
-            self.settings.filter
-            and len(scored) >= needed
-            and self._equal(_filter_values(scored), _rewards(scored))
-        )
+        return self.settings.filter and len(scored) >= needed and self._equal(_filter_values(scored), _rewards(scored))
 
     def waits_for_late(self) -> bool:
         """Whether a batch is there but held back for unfinished groups that would be too old after it."""
