@@ -65,6 +65,9 @@ def prepare(config: Config, reward: UserReward | None = None, *, training: bool 
     if checker is not None:
         for source in evaluation:
             _check_rows(source, checker, "data.eval")
+        _check_options(checker, "eval.checker")
+    if training:
+        _check_options(rewards, "reward.functions")
     return Prepared(config, model_path, chat, train, evaluation, rewards, checker)
 
 
@@ -120,6 +123,15 @@ def _check_rows(source: PromptSource, rewards: RewardSet, key: str) -> None:
             rewards.check_row(prompt.columns, prompt.reward if key == "data.train" else None)
         except RewardFunctionError as error:
             raise ConfigError(f"{key}.{source.name}: row {prompt.prompt_id!r}: {error}") from error
+
+
+def _check_options(rewards: RewardSet, key: str) -> None:
+    """Functions that depend on something outside, such as a judge, must find it."""
+    for function in rewards.functions:
+        try:
+            function.check_options()
+        except RewardFunctionError as error:
+            raise ConfigError(f"{key}.{function.name}: {error}") from error
 
 
 def source_of(data: Any) -> dict[str, SourceConfig]:

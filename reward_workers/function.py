@@ -10,11 +10,15 @@ Contract:
   a whole-group call columns are lists, repeated once per trajectory, under their own name or its plural,
   and `**kwargs` also receives `prompts`, `completions` and the rest, so that a function written for TRL's
   GRPOTrainer works unchanged.
+- A function may build on the verdict of another: with `needs` it is given that function's `RewardResult` of the
+  trajectory as `verdict`, or the group's as `verdicts`.
+- A function may say which rows it can judge: its `check_row` (`rows_checked_by`) takes the columns and options
+  that it names, and raises ValueError for a row whose gold can't be used. It is asked before a run starts.
 - What a function returns is checked. NaN, infinity, another type or a wrong length is an error that names the
   function, never a number.
 
 What can be known before a run starts is raised as `RewardFunctionError`: a path that leads nowhere, an
-argument that nothing supplies, an option that the function does not take.
+argument that nothing supplies, an option that the function does not take, a row that it can't judge.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
@@ -41,10 +45,23 @@ from rollout_workers.trajectory import RewardResult, Status, Trajectory, Traject
 MEMBER_ARGUMENTS = ("prompt", "completion", "messages", "trajectory")
 GROUP_ARGUMENTS = ("prompts", "completions", "completion_ids", "trajectories", "group")
 TRL_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")  # supplied in whole-group calls only
+VERDICT, VERDICTS = "verdict", "verdicts"  # of the function that is needed, in calls of the two kinds
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RewardFunctionError(ValueError):
     """A reward function can't be used as it was given; the message names it and says why."""
+
+
+def rows_checked_by(check: Callable[..., None]) -> Callable[[F], F]:
+    """Decorator: `check` is a reward function's `check_row`."""
+
+    def mark(function: F) -> F:
+        function.check_row = check  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 def load_function(path: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -164,6 +181,9 @@ class Call:
 class RewardFunction:
     """A named reward function with its weight and options.
 
+    `gate` is the value that it must reach, or nothing else counts (`RewardSet`); None: it is no gate. `needs` names
+    the function whose verdict it is given.
+
     `function` is a path for `load_function` or a callable. A callable travels between processes by
     cloudpickle, and unpickling imports nothing: only a process that asks for `loaded` runs the user's code.
     A file's path is made absolute, since a worker may run in another folder.
@@ -175,6 +195,8 @@ class RewardFunction:
     function: str | bytes | Callable[..., Any]
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    gate: float | None = None
+    needs: str | None = None
     signature: Signature = field(init=False)
 
     def __post_init__(self) -> None:
@@ -182,10 +204,17 @@ class RewardFunction:
             raise RewardFunctionError(f"a reward's name is letters, digits and _ . -, got {self.name!r}")
         if not math.isfinite(self.weight):
             raise RewardFunctionError(f"reward function {self.name!r}: its weight is {self.weight}")
+        if self.gate is not None and not math.isfinite(self.gate):
+            raise RewardFunctionError(f"reward function {self.name!r}: the value that it must reach is {self.gate}")
         if isinstance(self.function, str) and ":" in self.function:
             file, _, attribute = self.function.rpartition(":")
             object.__setattr__(self, "function", f"{Path(file).resolve()}:{attribute}")
         object.__setattr__(self, "signature", _inspect(self.name, self._target(), self.options))
+        if self.needs is not None and self._verdict_argument not in self.signature.parameters:
+            raise RewardFunctionError(
+                f"reward function {self.name!r} needs {self.needs!r} and does not name {self._verdict_argument!r}, "
+                f"as which it would get the verdict; it takes ({', '.join(self.signature.parameters)})"
+            )
 
     @functools.cached_property
     def loaded(self) -> Callable[..., Any]:
@@ -200,18 +229,47 @@ class RewardFunction:
         supplied = {*own, *columns, *self._call_options()}
         if signature.whole_group:
             supplied |= {f"{column}s" for column in columns}
+        if self.needs is not None:
+            supplied.add(self._verdict_argument)
         if missing := sorted(signature.required - supplied):
+            hint = " (`needs` names the function whose verdict it is)" if self._verdict_argument in missing else ""
             raise RewardFunctionError(
-                f"reward function {self.name!r} takes {', '.join(missing)}, which nothing supplies. "
+                f"reward function {self.name!r} takes {', '.join(missing)}, which nothing supplies{hint}. "
                 f"There are {', '.join(own)}; data columns: {', '.join(sorted(columns)) or 'none'}; "
                 f"options: {', '.join(sorted(self._call_options())) or 'none'}"
             )
 
-    def call(self, group: TrajectoryGroup, text_prompt: str | None, member: int | None) -> Call:
+    def check_row(self, columns: Mapping[str, Any]) -> None:
+        """Raises RewardFunctionError if the function says that it can't judge a row with these columns."""
+        if self._row_check is None:
+            return
+        given = {**columns, **self.options}
+        names = inspect.signature(self._row_check).parameters
+        try:
+            self._row_check(**{name: given[name] for name in names if name in given})
+        except ValueError as error:
+            raise RewardFunctionError(f"reward function {self.name!r} can't judge it: {error}") from error
+
+    def check_options(self) -> None:
+        """Let the function itself say, before a run starts, whether it can work: calls its `check_options` with the
+        options where it has one (a judge asks its model for a word). Raises RewardFunctionError.
+        """
+        check = getattr(self._target(), "check_options", None)
+        if check is not None:
+            check(**self.options)
+
+    def call(
+        self,
+        group: TrajectoryGroup,
+        text_prompt: str | None,
+        member: int | None,
+        verdicts: Sequence[RewardResult] | None = None,
+    ) -> Call:
         """The call that judges trajectory number `member` of the group, or (None) the whole group.
 
-        `text_prompt` is the row's prompt where that was a string and not messages. Raises RewardFunctionError
-        when this row lacks a column that the function needs.
+        `text_prompt` is the row's prompt where that was a string and not messages. `verdicts` are those of the
+        function that this one needs, one per trajectory. Raises RewardFunctionError when this row lacks a column
+        that the function needs.
         """
         self.check_columns(group.columns)
         options = self._call_options()
@@ -220,11 +278,16 @@ class RewardFunction:
             call = Call(self.name, size)
             columns = {name: [value] * size for name, value in group.columns.items()}
             own = _group_arguments(group, text_prompt, call)
+            if verdicts is not None:
+                own[VERDICTS] = list(verdicts)
             given = {**{f"{name}s": values for name, values in columns.items()}, **columns, **own, **options}
             rest = {**columns, **own, **options}
         else:
             call = Call(self.name, None)
-            given = {**group.columns, **_member_arguments(group.trajectories[member], text_prompt), **options}
+            own = _member_arguments(group.trajectories[member], text_prompt)
+            if verdicts is not None:
+                own[VERDICT] = verdicts[member]
+            given = {**group.columns, **own, **options}
             rest = {**group.columns, **options}
         call.arguments.update({name: given[name] for name in self.signature.parameters if name in given})
         if self.signature.takes_all:
@@ -237,8 +300,16 @@ class RewardFunction:
     def _target(self) -> Callable[..., Any]:
         return load_function(cloudpickle.loads(self.function) if isinstance(self.function, bytes) else self.function)
 
+    @property
+    def _verdict_argument(self) -> str:
+        return VERDICTS if self.signature.whole_group else VERDICT
+
+    @functools.cached_property
+    def _row_check(self) -> Callable[..., None] | None:
+        return getattr(self._target(), "check_row", None)
+
     def __getstate__(self) -> dict[str, Any]:
-        state = {key: value for key, value in vars(self).items() if key != "loaded"}
+        state = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}  # nothing that is cached
         if callable(self.function):
             state["function"] = cloudpickle.dumps(self.function)
         return state

@@ -67,13 +67,14 @@ class Job:
     """Calls of one function: trajectory numbers, or one None for the whole group.
 
     They run one after another, each with its own deadline; the calls of a coroutine function may run
-    `together`.
+    `together`. `verdicts` are those of the function that this one needs, one per trajectory of the group.
     """
 
     function: str
     members: tuple[int | None, ...]
     timeout_s: float
     together: bool = False
+    verdicts: tuple[RewardResult, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,7 @@ def main() -> None:
                 runner.run(_judge_together(functions[message.function], subject, message, connection))
             else:
                 for member in message.members:
-                    results = _judge(functions[message.function], subject, member, runner)
+                    results = _judge(functions[message.function], subject, message, member, runner)
                     connection.send_bytes(pickle.dumps((member, results)))
 
 
@@ -269,13 +270,13 @@ def _load(rewards: bytes) -> dict[str, RewardFunction]:
 
 
 def _judge(
-    function: RewardFunction, subject: Subject, member: int | None, runner: asyncio.Runner
+    function: RewardFunction, subject: Subject, job: Job, member: int | None, runner: asyncio.Runner
 ) -> list[RewardResult]:
     async def wait(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
 
     try:
-        call = function.call(subject.group, subject.text_prompt, member)
+        call = function.call(subject.group, subject.text_prompt, member, job.verdicts)
         returned = function.loaded(**call.arguments)
         if inspect.isawaitable(returned):
             returned = runner.run(wait(returned))
@@ -288,7 +289,7 @@ async def _judge_together(function: RewardFunction, subject: Subject, job: Job, 
     async def judge(member: int | None) -> None:
         deadline = asyncio.timeout(job.timeout_s)
         try:
-            call = function.call(subject.group, subject.text_prompt, member)
+            call = function.call(subject.group, subject.text_prompt, member, job.verdicts)
             async with deadline:
                 returned = await function.loaded(**call.arguments)
             results = call.results(returned)

@@ -2,7 +2,8 @@
 
 Contract: the total is the sum of weight times value over the functions that gave a value. A failure is not a
 zero: a trajectory with an errored or timed-out component has no value, only a status; its other components
-are kept to be seen. What a single function may be is said in `reward_workers.function`.
+are kept to be seen. When a gate is not passed, nothing but the gates that were not passed counts. What a single
+function may be is said in `reward_workers.function`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reward_workers.function import RewardFunction, RewardFunctionError, load_function
+from reward_workers.function import RewardFunction, RewardFunctionError, load_function, rows_checked_by
 from rollout_workers.trajectory import RewardResult, Status
 
-__all__ = ["RewardFunction", "RewardFunctionError", "RewardResult", "RewardSet", "Status", "load_function"]
+__all__ = [
+    "RewardFunction",
+    "RewardFunctionError",
+    "RewardResult",
+    "RewardSet",
+    "Status",
+    "load_function",
+    "rows_checked_by",
+]
 
 FAILED = (Status.ERRORED, Status.TIMED_OUT)  # the verifier's fault: worth another try, and an alarm
 # One such component voids the total, which takes the status that comes first here.
@@ -28,10 +37,15 @@ VOID = (*FAILED, Status.UNPARSEABLE_ANSWER)
 class RewardSet:
     """The reward functions of a run. The total is the weighted sum of the components that are not None.
 
+    A function with a `gate` must reach that value before the others count: below it, their weighted values are 0,
+    penalties included. A gate that gave no value (None) stops nothing. A function that needs another's verdict is
+    judged after it.
+
     `primary` names the correctness-like component; empty becomes the first function. `search_path` is where
     Python looked for modules when the set was made: worker processes look there as well.
 
-    Raises RewardFunctionError for no functions, two of one name, no weight at all, or an unknown primary.
+    Raises RewardFunctionError for no functions, two of one name, no weight at all, an unknown primary, or a need
+    that can't be met.
     """
 
     functions: Sequence[RewardFunction]
@@ -50,6 +64,13 @@ class RewardSet:
         object.__setattr__(self, "primary", self.primary or names[0])
         if self.primary not in names:
             raise RewardFunctionError(f"the primary reward {self.primary!r} is none of {', '.join(names)}")
+        free = [function.name for function in self.functions if function.needs is None]
+        for function in self.functions:
+            if function.needs is not None and function.needs not in free:
+                raise RewardFunctionError(
+                    f"reward function {function.name!r} needs {function.needs!r}, which is none of the functions that "
+                    f"need no other: {', '.join(free) or 'there are none'}"
+                )
 
     @classmethod
     def of(cls, functions: Callable[..., Any] | Sequence[Callable[..., Any]]) -> RewardSet:
@@ -57,7 +78,10 @@ class RewardSet:
         return cls([RewardFunction(_name(f), f) for f in ([functions] if callable(functions) else functions)])
 
     def select(self, names: Collection[str] | None = None) -> tuple[RewardFunction, ...]:
-        """The named functions in the set's order; None: all. An unknown name is a RewardFunctionError."""
+        """The named functions in the set's order; None: all.
+
+        Raises RewardFunctionError for an unknown name, for none, and for a function without the one it needs.
+        """
         if names is None:
             return tuple(self.functions)
         known = [function.name for function in self.functions]
@@ -65,33 +89,56 @@ class RewardSet:
             raise RewardFunctionError(f"there is no reward function {', '.join(unknown)}; there are {', '.join(known)}")
         if not names:
             raise RewardFunctionError(f"an empty set of reward functions; there are {', '.join(known)}")
-        return tuple(function for function in self.functions if function.name in names)
+        chosen = tuple(function for function in self.functions if function.name in names)
+        for function in chosen:
+            if function.needs is not None and function.needs not in names:
+                raise RewardFunctionError(f"reward function {function.name!r} needs {function.needs!r} beside it")
+        return chosen
 
     def check_columns(self, columns: Collection[str], names: Collection[str] | None = None) -> None:
         """Raises RewardFunctionError unless rows with these columns supply what the named functions take."""
         for function in self.select(names):
             function.check_columns(columns)
 
+    def check_row(self, columns: Mapping[str, Any], names: Collection[str] | None = None) -> None:
+        """Raises RewardFunctionError unless the named functions can judge a row with these columns."""
+        for function in self.select(names):
+            function.check_columns(columns)
+            function.check_row(columns)
+
     def combine(self, results: Mapping[str, RewardResult]) -> RewardResult:
         """One trajectory's verdict from its results by function name.
 
-        Metrics are renamed `<function>/<metric>`, details are kept by function. Functions of weight 0 are
-        shown and do not count: when none of the others gave a value, the trajectory is unscored.
+        Metrics are renamed `<function>/<metric>`, details are kept by function. Where there are several functions, the
+        metric `<function>/weighted` is what one adds to the total, after weight and gates; `<function>/passed` says of a
+        gate whether it was. Functions of weight 0 are shown and do not count: when none of the others gave a value, the
+        trajectory is unscored.
         """
-        weights = {function.name: function.weight for function in self.select(list(results))}
+        functions = self.select(list(results))
+        weights = {function.name: function.weight for function in functions}
         components = {name: results[name].value for name in weights}
         metrics = {f"{name}/{key}": value for name in weights for key, value in results[name].metrics.items()}
         detail = {name: dict(results[name].detail) for name in weights if results[name].detail}
         statuses = {result.status for result in results.values()}
         failure = next((status for status in VOID if status in statuses), None)
-        counted = [weights[name] * value for name, value in components.items() if value is not None and weights[name]]
+        counted = any(value is not None and weights[name] for name, value in components.items())
         if failure is not None or not counted:
             return RewardResult(None, failure or Status.UNSCORED, components, metrics, detail)
+        passed = {
+            function.name: value >= function.gate
+            for function in functions
+            if function.gate is not None and (value := components[function.name]) is not None
+        }
+        if not all(passed.values()):
+            weights = {name: weight if passed.get(name) is False else 0.0 for name, weight in weights.items()}
+        weighted = {name: weights[name] * value for name, value in components.items() if value is not None}
+        own = {f"{name}/weighted": value for name, value in weighted.items()} if len(self.functions) > 1 else {}
+        own |= {f"{name}/passed": float(of_gate) for name, of_gate in passed.items()}
         try:
             return RewardResult(
-                sum(counted),
+                sum(weighted.values()),
                 components=components,
-                metrics=metrics,
+                metrics={**metrics, **own},
                 detail=detail,
                 step_values=_steps(weights, results),
             )

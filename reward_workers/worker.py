@@ -91,7 +91,10 @@ class RewardWorker:
         subject = pickle.dumps(Subject(group, text_prompt))
         size = len(trajectories)
         with self._process() as process:
-            results = {f.name: self._judge(process, f, subject, size) for f in functions}
+            results: dict[str, list[RewardResult]] = {}
+            for f in sorted(functions, key=lambda f: f.needs is not None):  # a needed function needs none itself
+                needed = results[f.needs] if f.needs is not None else None
+                results[f.name] = self._judge(process, f, subject, size, needed)
         return [
             self._rewards.combine({name: of_members[member] for name, of_members in results.items()})
             for member in range(size)
@@ -127,8 +130,15 @@ class RewardWorker:
     ) -> None:
         self.close()
 
-    def _judge(self, process: RewardProcess, function: RewardFunction, subject: bytes, size: int) -> list[RewardResult]:
-        """One function's results for the `size` trajectories of a group, in order."""
+    def _judge(
+        self,
+        process: RewardProcess,
+        function: RewardFunction,
+        subject: bytes,
+        size: int,
+        needed: Sequence[RewardResult] | None,
+    ) -> list[RewardResult]:
+        """One function's results for the `size` trajectories of a group, in order; `needed` are those it needs."""
         calls = (None,) if function.signature.whole_group else tuple(range(size))
         together = function.signature.is_async
         tries: Counter[int | None] = Counter()
@@ -147,7 +157,8 @@ class RewardWorker:
                 results[call] = of_members
 
         while waiting := [call for call in calls if call not in results]:
-            job = Job(function.name, tuple(waiting), self._timeout_s, together)
+            verdicts = None if needed is None else tuple(needed)
+            job = Job(function.name, tuple(waiting), self._timeout_s, together, verdicts)
             try:
                 for call, of_members in process.run(job, subject):
                     waiting.remove(call)

@@ -12,6 +12,8 @@ from orchestrator.compose import load
 from orchestrator.config import Config, ConfigError, RewardFunctionConfig
 from orchestrator.prepare import CHECKER, prepare, source_of
 from orchestrator.sources import DataError
+from reward_workers.structured import grade_json
+from rollout_workers.trajectory import RewardResult
 
 
 def config_for(folder: Path, rows: int = 8, **columns: str) -> Config:
@@ -48,8 +50,50 @@ def test_a_source_is_judged_by_its_own_functions(tmp_path: Path) -> None:
     config.data.train["mine"].reward = ["brief"]
     prepare(config, [right, brief])
     config.data.train["mine"].reward = ["clever"]
-    with pytest.raises(ConfigError, match=r"data\.train\.mine: there is no reward function clever"):
+    with pytest.raises(ConfigError, match=r"data\.train\.mine: .*there is no reward function clever"):
         prepare(config, [right, brief])
+
+
+def test_every_row_must_be_judgeable(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    config = load(["experiment=tiny", "data=files", f'data.train.mine.path="{file}"'])
+
+    def refused(row: dict, words: str) -> None:
+        rows = [{"id": i, "prompt": f"say {i}", "answer": "a"} for i in range(7)]
+        file.write_text("".join(json.dumps(each) + "\n" for each in [*rows, {"id": "odd", "prompt": "?", **row}]))
+        with pytest.raises(ConfigError, match=words) as error:
+            prepare(config, [right, brief])
+        assert "data.train.mine: row 'mine:odd'" in str(error.value)
+
+    refused({}, "'right' takes answer, which nothing supplies")
+    refused({"answer": "a", "reward": ["clever"]}, "there is no reward function clever")
+
+
+def test_c24_a_schema_that_cannot_be_used_is_refused_with_its_row(tmp_path: Path) -> None:
+    config = config_for(tmp_path, schema="{not json")
+    with pytest.raises(ConfigError, match=r"row 'mine:\w+': reward function 'grade_json' can't judge it: the schema"):
+        prepare(config, grade_json)
+    prepare(config_for(tmp_path, schema="{}"), grade_json)
+
+
+def length(completion: str, verdict: RewardResult) -> float:
+    return 0.0
+
+
+def test_gates_and_needs_come_from_the_configuration(tmp_path: Path) -> None:
+    config = config_for(tmp_path, answer="a")
+    config.reward.functions = {
+        "length": RewardFunctionConfig(f"{__file__}:length", needs="right"),
+        "right": RewardFunctionConfig(f"{__file__}:right", gate=True, gate_threshold=0.5),
+        "brief": RewardFunctionConfig(f"{__file__}:brief"),
+    }
+    config.reward.primary = "right"
+    functions = {function.name: function for function in prepare(config).rewards.functions}
+    assert [functions[name].gate for name in ("length", "right", "brief")] == [None, 0.5, None]
+    assert functions["length"].needs == "right"
+    config.reward.functions["length"].needs = "write"
+    with pytest.raises(ConfigError, match=r"reward\.functions: reward function 'length' needs 'write'"):
+        prepare(config)
 
 
 def test_f08_fewer_prompts_than_a_batch(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from reward_workers.reward import (
     RewardSet,
     Status,
     load_function,
+    rows_checked_by,
 )
 from rollout_workers.trajectory import TrajectoryGroup
 
@@ -235,6 +236,146 @@ class TestResults:
         assert result.detail == {"a": "Mine()", "b": [0.5, [1, None]], "3": {"x": True}}
 
 
+class TestNeeds:
+    def test_one_trajectory_gets_its_verdict(self) -> None:
+        function = RewardFunction("length", lambda completion, verdict: verdict.value, needs="right")
+        function.check_columns(())
+        verdicts = [RewardResult(0.25), RewardResult(None, Status.UNSCORED)]
+        assert function.call(GROUP, None, 0, verdicts).arguments == {"completion": "5", "verdict": verdicts[0]}
+
+    def test_a_group_gets_all(self) -> None:
+        function = RewardFunction("length", lambda completions, verdicts, **columns: [], needs="right")
+        verdicts = [RewardResult(0.25), RewardResult(0.5)]
+        assert function.call(GROUP, None, None, verdicts).arguments["verdicts"] == verdicts
+
+    def test_a_column_of_that_name_stays_a_column(self) -> None:
+        group = TrajectoryGroup("g", "p", GROUP.trajectories, columns={"verdict": "guilty"})
+        function = RewardFunction("fn", lambda completion, verdict: 0)
+        assert function.call(group, None, 0).arguments["verdict"] == "guilty"
+
+    def test_what_cannot_be_met_is_refused(self) -> None:
+        def length(completion: str, verdict: RewardResult) -> float:
+            return 0.0
+
+        right = RewardFunction("right", lambda completion: 0)
+        with pytest.raises(RewardFunctionError, match="'right' needs 'x' and does not name 'verdict'"):
+            RewardFunction("right", lambda completion: 0, needs="x")
+        with pytest.raises(RewardFunctionError, match=r"takes verdict, which nothing supplies .`needs` names"):
+            RewardFunction("length", length).check_columns({"answer"})
+        with pytest.raises(RewardFunctionError, match=r"'length' needs 'write', which is none of .* right"):
+            RewardSet([right, RewardFunction("length", length, needs="write")])
+        with pytest.raises(RewardFunctionError, match=r"'b' needs 'a', which is none of .* right"):
+            RewardSet(
+                [right, RewardFunction("a", length, needs="right"), RewardFunction("b", length, needs="a")],
+            )
+        rewards = RewardSet([RewardFunction("length", length, needs="right"), right], primary="right")
+        with pytest.raises(RewardFunctionError, match="'length' needs 'right' beside it"):
+            rewards.select(["length"])
+
+
+def answer_is_digits(answer: str, scale: int = 1) -> None:
+    if not answer.isdigit():
+        raise ValueError(f"{answer!r} is no number (scale {scale})")
+
+
+@rows_checked_by(answer_is_digits)
+def exact(completion: str, answer: str, scale: int = 1) -> float:
+    return scale * float(completion == answer)
+
+
+class TestRows:
+    def test_a_row_whose_gold_cannot_be_used(self) -> None:
+        rewards = RewardSet([RewardFunction("exact", exact, options={"scale": 3})])
+        rewards.check_row({"answer": "5", "level": 2})
+        with pytest.raises(RewardFunctionError, match=r"'exact' can't judge it: 'five' is no number .scale 3"):
+            rewards.check_row({"answer": "five"})
+        with pytest.raises(RewardFunctionError, match="'exact' takes answer"):
+            rewards.check_row({"level": 2})
+
+    def test_only_the_named_functions_are_asked(self) -> None:
+        rewards = RewardSet([RewardFunction("exact", exact), RewardFunction("any", lambda completion: 0)])
+        rewards.check_row({"answer": "five"}, ["any"])
+        with pytest.raises(RewardFunctionError, match="there is no reward function other"):
+            rewards.check_row({"answer": "5"}, ["other"])
+
+    def test_a_class_has_it_as_a_static_method(self) -> None:
+        class Exact:
+            def __call__(self, completion: str, answer: str) -> float:
+                return 0.0
+
+            @staticmethod
+            def check_row(answer: str) -> None:
+                raise ValueError(f"no {answer}")
+
+        with pytest.raises(RewardFunctionError, match="no 5"):
+            RewardFunction("exact", Exact).check_row({"answer": "5"})
+
+
+class TestGates:
+    def total(self, gate: float | None, right: float | None, length: float | None = -0.5, weight: float = 0.2) -> Any:
+        def judged(value: float | None) -> RewardResult:
+            return RewardResult(value, Status.UNSCORED if value is None else Status.SCORED)
+
+        rewards = RewardSet(
+            [
+                RewardFunction("right", lambda completion: 0),
+                RewardFunction("format", lambda completion: 0, weight, gate=0.5),
+                RewardFunction("length", lambda completion: 0, 0.1),
+            ]
+        )
+        return rewards.combine({"right": judged(right), "format": judged(gate), "length": judged(length)})
+
+    def test_passed(self) -> None:
+        verdict = self.total(gate=0.5, right=1.0)
+        assert verdict.value == pytest.approx(1.0 + 0.1 - 0.05)
+        assert verdict.metrics == {
+            "right/weighted": 1.0,
+            "format/weighted": pytest.approx(0.1),
+            "length/weighted": pytest.approx(-0.05),
+            "format/passed": 1.0,
+        }
+
+    def test_not_passed_nothing_but_the_gate_counts(self) -> None:
+        verdict = self.total(gate=0.25, right=1.0)
+        assert verdict.value == pytest.approx(0.05)
+        assert verdict.components == {"right": 1.0, "format": 0.25, "length": -0.5}
+        assert verdict.metrics["right/weighted"] == verdict.metrics["length/weighted"] == 0.0
+        assert verdict.metrics["format/passed"] == 0.0
+
+    def test_a_gate_without_weight_still_stops(self) -> None:
+        assert self.total(gate=0.0, right=1.0, weight=0.0).value == 0.0
+        assert self.total(gate=1.0, right=1.0, length=None, weight=0.0).value == 1.0
+
+    def test_a_gate_that_does_not_judge_stops_nothing(self) -> None:
+        verdict = self.total(gate=None, right=1.0, length=None)
+        assert verdict.value == 1.0
+        assert "format/passed" not in verdict.metrics
+
+    def test_behind_a_gate_nothing_is_scored_that_would_not_be(self) -> None:
+        verdict = self.total(gate=0.0, right=None, length=None, weight=0.0)
+        assert (verdict.value, verdict.status) == (None, Status.UNSCORED)
+
+    def test_only_gates_that_are_not_passed_count(self) -> None:
+        rewards = RewardSet(
+            [RewardFunction(name, lambda completion: 0, gate=1.0) for name in "ab"]
+            + [RewardFunction("c", lambda completion: 0)]
+        )
+        verdict = rewards.combine({"a": RewardResult(0.5), "b": RewardResult(1.0), "c": RewardResult(1.0)})
+        assert verdict.value == 0.5
+
+    def test_steps_stop_with_their_function(self) -> None:
+        rewards = RewardSet(
+            [RewardFunction("a", lambda completion: 0, gate=1.0), RewardFunction("b", lambda completion: 0)]
+        )
+        b = RewardResult(1.0, step_values=(1, 0))
+        assert rewards.combine({"a": RewardResult(1.0), "b": b}).step_values == (1, 0)
+        assert rewards.combine({"a": RewardResult(0.0), "b": b}).step_values == (0, 0)
+
+    def test_the_threshold_is_a_number(self) -> None:
+        with pytest.raises(RewardFunctionError, match="must reach is nan"):
+            RewardFunction("a", lambda completion: 0, gate=math.nan)
+
+
 class TestRewardSet:
     def rewards(self, **weights: float) -> RewardSet:
         return RewardSet([RewardFunction(name, lambda completion: 0, weight) for name, weight in weights.items()])
@@ -248,7 +389,7 @@ class TestRewardSet:
         )
         assert verdict.value == pytest.approx(1.1)
         assert verdict.components == {"right": 1.0, "style": 0.5}
-        assert verdict.metrics == {"right/parsed": 1.0}
+        assert verdict.metrics == {"right/parsed": 1.0, "right/weighted": 1.0, "style/weighted": pytest.approx(0.1)}
         assert verdict.detail == {"style": {"why": "x"}}
 
     def test_d07_none_is_never_zero(self) -> None:
@@ -308,6 +449,9 @@ class TestRewardSet:
             assert verdict.value == pytest.approx(expected, abs=1e-6)
         else:
             assert verdict.status is Status.UNSCORED
+
+    def test_one_function_has_no_second_reward_curve(self) -> None:
+        assert self.rewards(right=2.0).combine({"right": RewardResult(1.0)}).metrics == {}
 
     def test_of_callables(self) -> None:
         def right(completion: str) -> float:

@@ -123,6 +123,30 @@ def test_other_components_are_kept() -> None:
     assert "in misbehave" in result.detail["misbehave"]["traceback"]
 
 
+def test_a_function_is_given_the_verdict_that_it_needs() -> None:
+    def right(completion: str) -> RewardResult | None:
+        return None if completion == "?" else RewardResult(float(completion == "7"), detail={"read": completion})
+
+    def short(completion: str, verdict: RewardResult) -> float | None:
+        return None if verdict.value is None else verdict.value / len(verdict.detail["read"])
+
+    def best(trajectories: list, verdicts: list[RewardResult]) -> list[float]:
+        highest = max(verdict.value or 0.0 for verdict in verdicts)
+        return [float(verdict.value == highest) for verdict in verdicts]
+
+    async def later(completion: str, verdict: RewardResult) -> float | None:
+        return verdict.value
+
+    needing = [RewardFunction(f.__name__, f, needs="right") for f in (short, best, later)]
+    rewards = RewardSet([*needing, RewardFunction("right", right)], primary="right")
+    results = score(rewards, "7", "eight", "?")
+    assert [dict(result.components) for result in results] == [
+        {"short": 1.0, "best": 1.0, "later": 1.0, "right": 1.0},
+        {"short": 0.0, "best": 0.0, "later": 0.0, "right": 0.0},
+        {"short": None, "best": 0.0, "later": None, "right": None},
+    ]
+
+
 def test_names_choose_functions_and_unknown_ones_are_refused() -> None:
     rewards = RewardSet.of([misbehave, lambda completion: 0.25])
     with RewardWorker(rewards) as worker:
