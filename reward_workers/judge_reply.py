@@ -1,0 +1,161 @@
+"""What a judge answers, read strictly: every score belongs to the id that it came with, or the reply can't be used.
+
+Contract: a score is a number from 0 to 1, plain or as a string of exactly such a number. Nothing is clamped, padded,
+cut or matched by position, and nothing unreadable becomes 0: it is a ReplyError whose message tells the judge what
+to mend. Judges that use other key names, or think aloud first, are understood.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LIST_KEYS = ("scores", "results", "ratings", "evaluations", "verdicts", "attempts", "trajectories")
+ID_KEYS = ("id", "trajectory_id", "attempt_id", "attempt", "trajectory")
+SCORE_KEYS = ("score", "rating", "grade", "value")
+EXPLANATION_KEYS = ("explanation", "justification", "reasoning", "reason", "rationale", "comment")
+BETTER_KEYS = ("better", "winner", "preferred", "verdict", "choice")
+TIE = "tie"
+
+MAX_CHARACTERS = 200_000
+MAX_PLACES = 2_000  # of brackets that are tried as the beginning of a JSON value
+
+
+class ReplyError(ValueError):
+    """The judge's reply can't be used; the message says why, to the judge as well."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`score` from 0 to 1."""
+
+    score: float
+    explanation: str
+
+
+def find_json(reply: str) -> list[Any]:
+    """The JSON objects and arrays in a reply, in order; those inside one another count once.
+
+    A thinking block at the beginning is left out, with drafts and stray quotes in it; one that never ends leaves nothing.
+    NaN and repeated keys make a value unreadable. At most the last MAX_CHARACTERS characters are looked at.
+    """
+    text = reply.strip()
+    if text.startswith("<think>"):
+        text = text.partition("</think>")[2]
+    text = text[-MAX_CHARACTERS:]
+    decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
+    found: list[Any] = []
+    end = 0
+    for place in [match.start() for match in re.finditer(r"[{\[]", text)][-MAX_PLACES:]:
+        if place < end:
+            continue
+        try:
+            value, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            continue
+        found.append(value)
+    return found
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if len({key for key, _ in pairs}) != len(pairs):
+        raise ValueError("a key stands twice")
+    return dict(pairs)
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def read_score(value: Any) -> float:
+    """A number from 0 to 1. Raises ReplyError for anything else: 7, "0.8x", "1.", true, null."""
+    if isinstance(value, str) and re.fullmatch(r"\d*\.?\d+", value.strip(), re.ASCII):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ReplyError(f"{_shown(value)} is not a score; it must be a number from 0 to 1")
+    if not 0 <= value <= 1:
+        raise ReplyError(f"the score {_shown(value)} is out of range; it must be a number from 0 to 1")
+    return float(value)
+
+
+def read_scores(reply: str, names: Sequence[str]) -> dict[str, Verdict]:
+    """Each name's verdict. Where a reply has several complete lists, the last one counts. Raises ReplyError."""
+    return _last(reply, lambda value: _scores(value, names))
+
+
+def read_better(reply: str, names: Sequence[str]) -> str:
+    """Which of two names is better, or TIE. Where a reply says it several times, the last counts. Raises ReplyError."""
+    return _last(reply, lambda value: _better(value, names))
+
+
+def _last(reply: str, read: Callable[[Any], Any]) -> Any:
+    values = find_json(reply)
+    if not values:
+        raise ReplyError("it holds no JSON object that can be read")
+    problems: list[ReplyError] = []
+    for value in reversed(values):
+        try:
+            return read(value)
+        except ReplyError as error:
+            problems.append(error)
+    raise problems[0]
+
+
+def _scores(value: Any, names: Sequence[str]) -> dict[str, Verdict]:
+    entries = list(_entries(value, names))
+    found: dict[str, Verdict] = {}
+    for name, entry in entries:
+        if name not in names:
+            raise ReplyError(f"there is no attempt {_shown(name)}")
+        if name in found:
+            raise ReplyError(f"the attempt {name} has two scores")
+        found[name] = _verdict(name, entry)
+    if missing := [name for name in names if name not in found]:
+        raise ReplyError(
+            f"it has {len(found)} scores for {len(names)} attempts; these are missing: {', '.join(missing)}"
+        )
+    return found
+
+
+def _entries(value: Any, names: Sequence[str]) -> list[tuple[Any, Any]]:
+    """Pairs of a name and what was said of it, from any of the shapes that judges use."""
+    if isinstance(value, Mapping):
+        if (inner := _get(value, LIST_KEYS)) is not None:
+            return _entries(inner, names)
+        if _get(value, SCORE_KEYS) is not None:
+            return [(_get(value, ID_KEYS) if len(names) > 1 else _get(value, ID_KEYS) or names[0], value)]
+        if value and all(name in names for name in value):
+            return list(value.items())
+    if isinstance(value, list):
+        return [(_get(entry, ID_KEYS) if isinstance(entry, Mapping) else None, entry) for entry in value]
+    raise ReplyError('expected {"scores": [{"id": ..., "explanation": ..., "score": ...}]}')
+
+
+def _verdict(name: str, entry: Any) -> Verdict:
+    if not isinstance(entry, Mapping):
+        return Verdict(read_score(entry), "")
+    score = _get(entry, SCORE_KEYS)
+    if score is None:
+        raise ReplyError(f"the attempt {name} has no score")
+    try:
+        return Verdict(read_score(score), str(_get(entry, EXPLANATION_KEYS) or ""))
+    except ReplyError as error:
+        raise ReplyError(f"the attempt {name}: {error}") from error
+
+
+def _better(value: Any, names: Sequence[str]) -> str:
+    said = _get(value, BETTER_KEYS) if isinstance(value, Mapping) else None
+    if said in names or said == TIE:
+        return str(said)
+    raise ReplyError(f'expected {{"better": ...}} with one of {", ".join(names)} or "{TIE}", got {_shown(said)}')
+
+
+def _get(entry: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    return next((entry[key] for key in keys if entry.get(key) is not None), None)
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:60]
