@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from orchestrator.tasks import _check_split, _held_out
+from orchestrator.tasks import check_split, held_out
 
 PLACES = (
     "library", "pool", "bakery", "museum", "station", "market", "school", "garden", "theatre", "harbour", "bank", "cinema",
@@ -36,7 +36,7 @@ def notes(
     The numbers of one question's notes differ. Which split a question belongs to is decided by its place and its kind.
     Raises ValueError for another split than train and eval, and for fewer than 1 or more than 16 facts.
     """
-    _check_split(split)
+    check_split(split)
     if not 1 <= facts <= len(PLACES):
         raise ValueError(f"facts={facts}: expected 1 to {len(PLACES)}")
     draw = random.Random(seed)
@@ -50,7 +50,7 @@ def notes(
         place, kind = chosen[0], kinds[0]
         if not answerable:
             kind = draw.choice([other for other in FACTS if other != kind])
-        if _held_out([place, kind]) != (split == "eval"):
+        if held_out([place, kind]) != (split == "eval"):
             continue
         found += 1
         draw.shuffle(lines)

@@ -42,7 +42,7 @@ def arithmetic(
     """
     from reasoning_gym.arithmetic.basic_arithmetic import BasicArithmeticDataset, BasicArithmeticDatasetConfig
 
-    _check_split(split)
+    check_split(split)
     if not operators or not set(operators) <= {"+", "-"}:
         raise ValueError(f"operators={list(operators)}: expected some of + and -")
     questions = BasicArithmeticDataset(
@@ -64,7 +64,7 @@ def arithmetic(
         question = questions[index]
         index += 1
         expression = question["metadata"]["expression"]
-        if expression in seen or _held_out(sorted(expression.split())) != (split == "eval"):
+        if expression in seen or held_out(sorted(expression.split())) != (split == "eval"):
             continue
         seen.add(expression)
         last_new = index
@@ -96,13 +96,13 @@ def synthetic(*, split: str = "train", size: int = 512, seed: int = 0) -> Iterat
 
     Raises ValueError for a split other than train and eval.
     """
-    _check_split(split)
+    check_split(split)
     draw = random.Random(seed)
     number, found = 0, 0
     while found < size:
         number += 1
         subject, quality = draw.choice(SUBJECTS), draw.choice(QUALITIES)
-        if _held_out([str(number)]) == (split == "eval"):
+        if held_out([str(number)]) == (split == "eval"):
             found += 1
             yield {"id": number, "prompt": f"Write {quality} line {number} about {subject}."}
 
@@ -170,7 +170,7 @@ def triage(
 
     Raises ValueError for a split other than train and eval.
     """
-    _check_split(split)
+    check_split(split)
     tickets = [
         (blank.format(filling), labels)
         for labels, parts in TICKETS.items()
@@ -179,7 +179,7 @@ def triage(
     ]
     draw = random.Random(seed)
     draw.shuffle(tickets)
-    chosen = [ticket for ticket in tickets if _held_out([ticket[0]]) == (split == "eval")]
+    chosen = [ticket for ticket in tickets if held_out([ticket[0]]) == (split == "eval")]
     for ticket, labels in chosen[:size]:
         prompt = [{"role": "system", "content": instruction}]
         for example, label in draw.sample(TRIAGE_EXAMPLES, len(TRIAGE_EXAMPLES)):  # a small model leans to the last one
@@ -194,11 +194,11 @@ def triage(
         }
 
 
-def _check_split(split: str) -> None:
+def check_split(split: str) -> None:
     if split not in ("train", "eval"):
         raise ValueError(f"split={split}: expected train or eval")
 
 
-def _held_out(parts: Sequence[str]) -> bool:
+def held_out(parts: Sequence[str]) -> bool:
     digest = hashlib.blake2b(" ".join(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
