@@ -1,0 +1,331 @@
+"""Finding the final answer in what a model wrote.
+
+Contract. Pure, linear in the length of the text, and independent of the right answer: there is one final answer or none.
+- Only what follows the last closed thinking block counts. A thought that is not finished has no answer.
+- The strongest mark decides, and of several equal ones the last: a box; the content of `<answer>`; `#### 7` and
+  `the answer is 7`; then, where marks are not required, a lone expression or the last number of the closing sentence.
+- A box or an answer tag that is begun last and not finished is a text that was cut off: there is no answer.
+- Answers that stand side by side are one list, not several tries: `\\boxed{1} \\boxed{2}` states 1 and 2.
+- A question, or a sentence of the prompt, states nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+
+from reward_workers.math_notation import word_set
+
+MAX_STATEMENT = 4_000  # characters of a stated answer that are looked at
+MAX_STATEMENTS = 20  # the last ones, of which those side by side are a list
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`text` is None when there is no answer, and `source` says why; otherwise where it was found: `box`, `tag`, `####`,
+    `stated`, `whole`, `sentence`.
+    """
+
+    text: str | None
+    source: str
+
+    @property
+    def is_prose(self) -> bool:
+        """Whether it was cut out of running text, so that its last mark may be the sentence's."""
+        return self.source not in ("box", "tag")
+
+
+_THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>|(◁)(/?)think▷", re.IGNORECASE)
+_SPECIAL = re.compile(r"<\|[A-Za-z0-9_]{1,40}\|>|</s>|<eos>|<end_of_turn>")
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_BRACES = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])|\\[{}\\]|[{}]")
+_OPENING = re.compile(r"\s*\{")
+_UNBRACED = re.compile(r"\s*([^\s$,;\\{}]+)")
+_BEGUN_BOX = re.compile(r"\\(?:b(?:o(?:x(?:e(?:d)?)?)?)?|f(?:b(?:o(?:x)?)?)?)\s*$")
+_BETWEEN = re.compile(
+    r"(?:[\s,;.&$*()\[\]|/]|\\[()\[\],;:!\\ ]|\\q?quad"
+    r"|\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or|maybe|perhaps|possibly|either|also)\b)*"
+)
+_EMPHASIS = re.compile(r"(?<![\w)}])(?:\*\*|__)|(?:\*\*|__)(?![\w({\\])|(?<!`)`+\w{0,20}\n|`")
+_STATED = re.compile(
+    r"\b(?:answers?|results?|option|choice)(?:\s+(?:to|of|for)\s[^.:\n]{1,80}?)?"
+    r"(?:\s+(?:is|are|was|would\s+be|will\s+be|must\s+be|equals|choice\s+is|option\s+is)(?:\s*:)?|\s*[:=]|\s*$)"
+    r"(?:\s+(?:therefore|thus|hence|simply|just|clearly|indeed|then|now|definitely|option|choice))*[\s,]*",
+    re.IGNORECASE | re.MULTILINE,
+)
+_HASHES = re.compile(r"^[^\S\n]*.*?####(?!#)[^\S\n]*", re.MULTILINE)
+_STATEMENT = re.compile(
+    r"(?:\\\([^\n]*?\\\)|\$[^$\n]*\$|\\begin\{(\w+)\}.*?\\end\{\1\}|[^.!?\n]|[.](?=[^\s*_`\"')\]]|$(?!\n))|[!?](?=\S))*",
+    re.DOTALL,
+)
+_DISPLAY = re.compile(r"\s*(?:\$\$(.*?)\$\$|\\\[(.*?)\\\])", re.DOTALL)
+_DIGRESSION = re.compile(
+    r",?\s+\b(?:because|since|as|so|thus|hence|therefore|which|but|after|given|according|due)\b|,\s+(?!(?:and|or|maybe|perhaps|possibly|either)\b)[a-z]{3,}"
+    r"|\s+\((?=[A-Za-z]{3,})|\s+[-–—]\s+[A-Za-z]{2,}"
+)
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)\]}])[-−–])?(?:[$€£]\s?)?(?<![\w.])(?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:\s*/\s*\d+(?!\d))?(?:\s?(?:%|°|\\%))?"
+)
+_MATH = re.compile(r"\$\$(.*?)\$\$|\$([^$\n]+)\$|\\\((.*?)\\\)|\\\[(.*?)\\\]", re.DOTALL)
+_PROSE = word_set(
+    "is are was were be so thus get gets gives have has had total we it the therefore hence then do not know cannot sorry"
+)
+_ANNOUNCED = re.compile(
+    r"[A-Za-z]{3,} .*\d|.*\?$", re.DOTALL
+)  # no lone expression: words that lead to one, or a question
+_CHOICE = re.compile(
+    r"\b(?:[Oo]ption|[Cc]hoice|[Cc]hoose|[Pp]ick|[Ss]elect|[Aa]nswer)\s+\(?([A-Z])\)?(?![\w'])|\(([A-Z])\)|^([A-Z])$"
+)
+
+
+def find_answer(
+    completion: str, *, prompt: str = "", require_mark: bool = False, opened_thinking: bool = False
+) -> Answer:
+    """The final answer of a completion. `prompt` is the question, whose sentences are no answers; `opened_thinking` says
+    that the completion begins inside a thinking block that the prompt opened.
+    """
+    thought, finished = _after_thinking(completion, opened_thinking)
+    if not finished:
+        return Answer(None, "an unfinished thought")
+    text = _SPECIAL.sub("", thought).rstrip()
+    tags = list(_TAG.finditer(text))
+    tagged = ""
+    if tags:
+        if not tags[-1][1]:
+            return Answer(None, "an unfinished answer tag")
+        tagged = _tagged(text, tags)
+    if _BEGUN_BOX.search(text[-12:]):
+        return Answer(None, "an unfinished box")
+    boxed = _boxed(tagged or text)
+    if boxed is not None:
+        return boxed
+    if tagged:
+        return Answer(tagged, "tag")
+    text = _EMPHASIS.sub("", text).strip()
+    stated = _stated(text)
+    if stated is not None:
+        return stated
+    if require_mark:
+        return Answer(None, "no marked answer")
+    return _closing(text, prompt)
+
+
+def choice_in(text: str) -> str | None:
+    """The one letter that a closing sentence names as its choice, else None."""
+    letters = {letter for groups in _CHOICE.findall(text.strip(" .*_`")) for letter in groups if letter}
+    return letters.pop() if len(letters) == 1 else None
+
+
+def _after_thinking(text: str, opened: bool) -> tuple[str, bool]:
+    """What follows the last closed thinking block, and whether no block is open."""
+    end, is_open = 0, opened
+    for match in _THOUGHT.finditer(text):
+        closes = bool(match[1] or match[3])
+        is_open = not closes
+        if closes:
+            end = match.end()
+    return text[end:], not is_open
+
+
+def _tagged(text: str, tags: list[re.Match[str]]) -> str:
+    """The content of the last answer tag, or of the last ones that stand side by side, as a list."""
+    contents: list[str] = []
+    start = len(text)
+    for opening, closing in reversed(list(itertools.pairwise(tags))):
+        if opening[1] or not closing[1]:
+            continue
+        if contents and not _BETWEEN.fullmatch(text[closing.end() : start][:200]):
+            break
+        contents.append(text[opening.end() : closing.start()].strip())
+        start = opening.start()
+    return _listed(contents[::-1])
+
+
+def _listed(parts: list[str]) -> str:
+    return ", ".join(dict.fromkeys(parts))
+
+
+def _boxed(text: str) -> Answer | None:
+    """The last outermost box, or the last ones side by side as a list; None if there is none."""
+    stack: list[int] = []  # for each open brace: where the box that it belongs to begins, or -1
+    boxes: list[tuple[int, int, int]] = []  # outermost: start, start of the content, end
+    awaiting = -1  # the start of a box whose brace comes next
+    last_opened = last_closed = -1
+    depth_boxes = 0
+    contents: list[int] = []
+    for match in _BRACES.finditer(text):
+        token = match[0]
+        if token[0] == "\\" and len(token) > 2:
+            last_opened = match.start()
+            if _OPENING.match(text, match.end()):
+                awaiting = match.start()
+                continue
+            bare = _UNBRACED.match(text, match.end())
+            if bare:
+                last_closed = match.start()
+                if not depth_boxes:
+                    boxes.append((match.start(), bare.start(1), bare.end(1)))
+        elif token == "{":
+            stack.append(awaiting)
+            if awaiting >= 0:
+                depth_boxes += 1
+                contents.append(match.end())
+            awaiting = -1
+        elif token == "}" and stack:
+            start = stack.pop()
+            if start >= 0:
+                depth_boxes -= 1
+                content = contents.pop()
+                last_closed = max(last_closed, start)
+                while boxes and boxes[-1][0] > start:
+                    boxes.pop()
+                boxes.append((start, content, match.start()))
+    if last_opened < 0:
+        return None
+    if last_opened > last_closed:
+        return Answer(None, "an unfinished box")
+    parts: list[str] = []
+    before = len(text)
+    for start, content, end in reversed(boxes):
+        if parts and not _BETWEEN.fullmatch(text[min(end + 1, before) : before][:200]):
+            break
+        parts.append(text[content:end].strip())
+        before = start
+    answer = _listed(parts[::-1])
+    return Answer(answer, "box") if answer else Answer(None, "an empty box")
+
+
+def _stated(text: str) -> Answer | None:
+    """What follows the last `####` or `the answer is`; several in a row are a list."""
+    marks = sorted(
+        [(m.end(), m.start(), "####") for m in _HASHES.finditer(text)]
+        + [(m.end(), m.start(), "stated") for m in _STATED.finditer(text)]
+    )
+    parts: list[str] = []
+    source = ""
+    before = len(text)
+    for end, start, kind in reversed(marks[-MAX_STATEMENTS:]):
+        statement, stop = _statement(text, end, kind)
+        if not statement:
+            continue
+        if parts and _words_between(text[stop:before]):
+            break
+        source = source or kind
+        parts.append(statement)
+        before = start
+    return Answer(_listed(parts[::-1]), source) if parts else None
+
+
+def _words_between(text: str) -> bool:
+    """Whether there is more than the frame of the next statement: `The final`, `Or maybe the correct`."""
+    frame = {
+        "the",
+        "final",
+        "correct",
+        "so",
+        "or",
+        "and",
+        "maybe",
+        "perhaps",
+        "possibly",
+        "my",
+        "alternatively",
+        "also",
+    }
+    return len(text) > 200 or bool(set(re.findall(r"\w+", text.casefold())) - frame)
+
+
+def _statement(text: str, start: int, kind: str) -> tuple[str, int]:
+    """The statement that begins at a position, without the digression after it, and where it ends."""
+    display = _DISPLAY.match(text, start)
+    if display:
+        return (display[1] or display[2] or "").strip(), display.end()
+    window = text[start : start + MAX_STATEMENT]
+    if kind == "####":
+        line = window.partition("\n")[0]
+        return line.strip(), start + len(line)
+    skipped = len(window) - len(window.lstrip(" \n\t:*#>-" if window.lstrip(" \t:*")[:1] == "\n" else " \t:*"))
+    match = _STATEMENT.match(window, skipped)
+    statement = match[0] if match else ""
+    end = start + skipped + len(statement)
+    if window[skipped + len(statement) : skipped + len(statement) + 1] == "?":
+        return "", end
+    following = window[skipped + len(statement) : skipped + len(statement) + 1]
+    if following == "!":  # a factorial, or the end of the sentence: the caller tries both
+        statement += "!"
+    return _without_digression(statement), end
+
+
+def _without_digression(statement: str) -> str:
+    """The statement up to where it goes on to explain itself, outside of formulas."""
+    formulas = [match.span() for match in _MATH.finditer(statement)]
+    for match in _DIGRESSION.finditer(statement):
+        if not any(start <= match.start() < end for start, end in formulas):
+            return statement[: match.start()].strip()
+    return statement.strip()
+
+
+def _closing(text: str, prompt: str) -> Answer:
+    """A lone expression, or the last number or formula of the last sentence that has one."""
+    if text and "\n" not in text and len(text) <= MAX_STATEMENT:
+        plain = re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", text)
+        words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", re.sub(r"\\begin\{\w+\}|\\end\{\w+\}", "", plain))
+        if len(words) <= 5 and not _PROSE & {word.lower() for word in words} and not _ANNOUNCED.match(text):
+            return Answer(text, "whole")
+    asked = _squeezed(prompt)
+    tail = text[-MAX_STATEMENT:]
+    end = len(tail)
+    starts = [0, *(m.end() for m in _SENTENCE_END.finditer(tail) if m.end() < len(tail))]
+    for index in reversed(range(len(starts))):
+        start = starts[index]
+        alone = _has_only_values(tail[start:end])
+        while alone and index and _has_only_values(tail[starts[index - 1] : start]):
+            index -= 1  # values line by line are one list
+            start = starts[index]
+        sentence, end = tail[start:end].strip(), start
+        if not sentence or (
+            not any(c.isdigit() for c in sentence) and not _MATH.search(sentence) and not choice_in(sentence)
+        ):
+            continue
+        if sentence.endswith("?"):
+            return Answer(None, "a question")
+        if asked and len(sentence.split()) > 2 and _squeezed(sentence) in asked:
+            return Answer(None, "a sentence of the prompt")
+        found = _last_value(sentence)
+        return Answer(found, "sentence") if found else Answer(None, "no answer")
+    return Answer(None, "no answer")
+
+
+def _has_only_values(sentence: str) -> bool:
+    rest = _NUMBER.sub("", _MATH.sub("", sentence))
+    return rest != sentence and _BETWEEN.fullmatch(rest) is not None
+
+
+def _last_value(sentence: str) -> str | None:
+    """The last formula or number of a sentence; those side by side are a list."""
+    formulas = [(m.start(), m.end(), next(g for g in m.groups() if g is not None)) for m in _MATH.finditer(sentence)]
+    numbers = [
+        (m.start(), m.end(), m[0])
+        for m in _NUMBER.finditer(sentence)
+        if not any(s <= m.start() < e for s, e, _ in formulas)
+    ]
+    values = sorted(formulas + numbers)
+    parts: list[str] = []
+    before = len(sentence)
+    for start, end, value in reversed(values):
+        between = sentence[end:before]
+        if parts and not _BETWEEN.fullmatch(between):
+            break
+        parts.append(value.strip())
+        before = start
+    if not parts:
+        return choice_in(sentence)
+    if len(parts) == 1:
+        return parts[0].rpartition("=")[2].strip() if values[-1] in formulas and parts[0].count("=") > 1 else parts[0]
+    return _listed(parts[::-1])
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"[\s*_`$\\]+", "", text).casefold().rstrip(".")

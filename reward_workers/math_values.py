@@ -1,0 +1,119 @@
+"""What an answer denotes: numbers with units, lists, sets, tuples, intervals, matrices, equations, words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reward_workers.math_syntax import Node, walk
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number or an expression. `base` is that of a number whose base is stated; `text` is what was read."""
+
+    node: Node
+    text: str
+    unit: str = ""
+    base: int | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Several values. `brackets` is `{}` for a set, two of `()[]` for a tuple or an interval, empty for a bare list."""
+
+    items: tuple[Value, ...]
+    brackets: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """From `low` to `high`; None is infinite. A closed end belongs to it."""
+
+    low: Node | None
+    high: Node | None
+    low_closed: bool = False
+    high_closed: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """A union of intervals, the values that `name` (which may be empty) can have."""
+
+    intervals: tuple[Interval, ...]
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    rows: tuple[tuple[Value, ...], ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """`x = 5`, `f(x) = x^2`. The node of the left side serves where the whole is an equation."""
+
+    name: str
+    left: Node
+    value: Value
+
+
+@dataclass(frozen=True)
+class Relation:
+    """`left` and `right` stand in a relation: one of = < > leq geq neq."""
+
+    sign: str
+    left: Node
+    right: Node
+
+
+@dataclass(frozen=True)
+class Words:
+    """Text, compared as it reads. `notation` is its normalised form where it is notation without words that is not
+    understood here, such as an integral; empty for other text.
+    """
+
+    text: str
+    notation: str = ""
+
+
+Value = Quantity | Group | Region | Matrix | Assignment | Relation | Words
+
+
+def name_of(node: Node) -> str | None:
+    """The name of a lone symbol, `x`, or of a function applied to symbols, `f(x)`."""
+    if node.kind == "sym":
+        return str(node.value)
+    if node.kind == "fn" and str(node.value).endswith("()") and all(a.kind == "sym" for a in node.args):
+        return str(node.value)
+    return None
+
+
+def symbols_of(node: Node) -> set[str]:
+    return {str(n.value) for n in walk(node) if n.kind == "sym"}
+
+
+def interval(low: Node | None, high: Node | None, low_closed: bool, high_closed: bool) -> Interval:
+    """From low to high, where either may be infinite."""
+    if low is not None and low.kind == "neg" and low.args[0] == Node("const", "oo"):
+        low = None
+    if high == Node("const", "oo"):
+        high = None
+    return Interval(low, high, low_closed and low is not None, high_closed and high is not None)
+
+
+def region_of(value: Value) -> Region | None:
+    """A value as a union of intervals: an interval in brackets, or a set of numbers; None if it is neither."""
+    if isinstance(value, Region):
+        return value
+    if not isinstance(value, Group):
+        return None
+    quantities = [item for item in value.items if isinstance(item, Quantity) and not item.unit]
+    if len(quantities) != len(value.items):
+        return None
+    if value.brackets == "{}":
+        return Region(tuple(Interval(q.node, q.node, True, True) for q in quantities), value.name)
+    if len(quantities) == 2 and value.brackets:
+        low, high = (q.node for q in quantities)
+        return Region((interval(low, high, value.brackets[0] == "[", value.brackets[1] == "]"),), value.name)
+    return None
