@@ -177,12 +177,8 @@ class AlgorithmConfig:
     loss_options: dict[str, Any] = field(default_factory=dict)
     aggregation: str = "token_mean"  # a function of learner.aggregation
     aggregation_options: dict[str, Any] = field(default_factory=dict)
-    proximal: str = (
-        "behaviour"  # behaviour | recompute | interpolate (A-3PO): the policy that the ratio is taken against
-    )
-    correction: str | None = (
-        None  # a function of learner.corrections, or a dotted path; with proximal=behaviour only a mask
-    )
+    proximal: str = "behaviour"  # behaviour | recompute | interpolate (A-3PO): what the ratio is taken against
+    correction: str | None = None  # of learner.corrections, or a dotted path; with proximal=behaviour only a mask
     correction_options: dict[str, Any] = field(default_factory=dict)
     kl_coefficient: float = 0.0  # of the KL term to the initial policy, in the loss
     kl_estimator: str = "k3"

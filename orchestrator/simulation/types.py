@@ -42,9 +42,7 @@ class Timing:
     score_s: float = 0.0  # last answer of a group to its verdict
     publish_s: float = 0.0  # end of learning to the new version's acknowledgement
     pause_s: float = 0.0  # the last part of `publish_s`, in which engines stand still
-    between_s: float = (
-        0.0  # acknowledgement to the earliest moment at which the next batch is taken: records, probe, ...
-    )
+    between_s: float = 0.0  # acknowledgement to the earliest moment of the next batch: records, probe, checkpoints
     # Speed of the engines while the learner learns: 1 with devices of their own, less where they get in each other's
     # way, 0 where they take turns. There they stand still until the version is acknowledged: `pause_s` is `publish_s`.
     engine_speed_while_learning: float = 1.0
@@ -141,9 +139,7 @@ class Steps:
     stale_ratio: np.ndarray
     stale_token_ratio: np.ndarray
     histogram: np.ndarray  # int64 [steps, max_staleness + 1]: answers in the loss by staleness
-    engine_busy_ratio: (
-        np.ndarray
-    )  # engine time during the step in which there was work and the engine did not stand still
+    engine_busy_ratio: np.ndarray  # share of the engines' time in which there was work and they did not stand still
     generating: np.ndarray  # gauges, in groups
     scoring: np.ndarray
     ready: np.ndarray  # left over by the batch
