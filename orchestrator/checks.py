@@ -260,6 +260,9 @@ def _check_simulation(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
+    checker = config.eval.checker
+    if checker is not None and (checker.gate or checker.needs):
+        raise ConfigError("eval.checker.gate and eval.checker.needs relate one reward to others; a checker stands alone")
     names = [("reward.functions", name) for name in config.reward.functions]
     names += [("data.eval", name) for name in config.data.eval] + [("data.train", name) for name in config.data.train]
     names += [("run.name", config.run.name)] if config.run.name is not None else []

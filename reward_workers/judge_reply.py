@@ -82,26 +82,32 @@ def read_score(value: Any) -> float:
 
 
 def read_scores(reply: str, names: Sequence[str]) -> dict[str, Verdict]:
-    """Each name's verdict. Where a reply has several complete lists, the last one counts. Raises ReplyError."""
-    return _last(reply, lambda value: _scores(value, names))
+    """Each name's verdict. Raises ReplyError, also where a reply has complete lists that differ."""
+    return _only(reply, lambda value: _scores(value, names))
 
 
 def read_better(reply: str, names: Sequence[str]) -> str:
-    """Which of two names is better, or TIE. Where a reply says it several times, the last counts. Raises ReplyError."""
-    return _last(reply, lambda value: _better(value, names))
+    """Which of two names is better, or TIE. Raises ReplyError, also where a reply says one thing and another."""
+    return _only(reply, lambda value: _better(value, names))
 
 
-def _last(reply: str, read: Callable[[Any], Any]) -> Any:
+def _only(reply: str, read: Callable[[Any], Any]) -> Any:
+    """What the readable values of a reply agree on: with two that differ, nobody can say which one counts."""
     values = find_json(reply)
     if not values:
         raise ReplyError("it holds no JSON object that can be read")
     problems: list[ReplyError] = []
-    for value in reversed(values):
+    said: list[Any] = []
+    for value in values:
         try:
-            return read(value)
+            said.append(read(value))
         except ReplyError as error:
             problems.append(error)
-    raise problems[0]
+    if not said:
+        raise problems[-1]
+    if any(other != said[0] for other in said[1:]):
+        raise ReplyError("it holds several answers that differ; give one only")
+    return said[0]
 
 
 def _scores(value: Any, names: Sequence[str]) -> dict[str, Verdict]:

@@ -78,8 +78,7 @@ class TestScores:
             json.dumps({"results": [{"trajectory_id": e["id"], "score": e["score"]} for e in WHOLE]}),
             f"Here you are:\n```json\n{listed(*WHOLE)}\n```\nDone {{really}}.",
             f'<think>maybe {listed(*WHOLE[::-1][:2])} or "so {{ </think>{listed(*WHOLE)}',
-            'A draft: {"scores": [{"id": "bcdf", "score": 1}, {"id": "ghjk", "score": 1}, {"id": "lmnp", "score": 1}]}\n'
-            + listed(*WHOLE),
+            listed(*WHOLE) + "\nOnce more: " + listed(*WHOLE[::-1]),
             listed(*WHOLE) + ' The form was {"scores": [{"id": "...", "score": 0.5}]}',
         ],
     )
@@ -94,6 +93,8 @@ class TestScores:
             (listed(*WHOLE)[:-8], "missing|expected"),
             ("<think>" + listed(*WHOLE), "no JSON"),
             (listed(), "0 scores for 3"),
+            # Case c11: which of two answers counts would be a guess.
+            (listed(*WHOLE) + listed(*({**e, "score": 1} for e in WHOLE)), "several answers that differ"),
             (listed(*WHOLE, WHOLE[0]), "bcdf has two scores"),
             (listed(*WHOLE[:2], {"id": "qrst", "score": 1}), "no attempt 'qrst'"),
             (listed(*WHOLE[:2], {"score": 1}), "no attempt None"),
