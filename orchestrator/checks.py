@@ -170,6 +170,7 @@ def _check_keys(config: Config) -> None:
     _refuse_none_strings(config, "")
     _check_sampling(config)
     _check_names(config)
+    _check_checker(config)
     band = config.profile.band
     if len(band) != 2 or not 0 <= band[0] <= band[1] <= 1:
         raise ConfigError(f"profile.band={list(band)}: expected [low, high] with 0 <= low <= high <= 1")
@@ -259,10 +260,13 @@ def _check_simulation(config: Config) -> None:
         )
 
 
-def _check_names(config: Config) -> None:
+def _check_checker(config: Config) -> None:
     checker = config.eval.checker
     if checker is not None and (checker.gate or checker.needs):
         raise ConfigError("eval.checker.gate and eval.checker.needs relate one reward to others; a checker stands alone")
+
+
+def _check_names(config: Config) -> None:
     names = [("reward.functions", name) for name in config.reward.functions]
     names += [("data.eval", name) for name in config.data.eval] + [("data.train", name) for name in config.data.train]
     names += [("run.name", config.run.name)] if config.run.name is not None else []

@@ -204,6 +204,7 @@ class TestValues:
             ("sampling.early_stop.after_s=600", "shorter than rollout.answer_timeout_s=600"),
             ("sampling.early_stop.control_share=1.1", "expected at most 1"),
             ("staleness.adaptive=true", "set staleness.max to 1 or more"),
+            ("eval.checker={path: a.b, gate: true}", "a checker stands alone"),
             ("staleness.min_ess=1.5", "expected at most 1"),
             ("run.name=a/b", "use letters, digits"),
             ("run.name=..", "use letters, digits"),
