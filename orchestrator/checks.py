@@ -263,7 +263,9 @@ def _check_simulation(config: Config) -> None:
 def _check_checker(config: Config) -> None:
     checker = config.eval.checker
     if checker is not None and (checker.gate or checker.needs):
-        raise ConfigError("eval.checker.gate and eval.checker.needs relate one reward to others; a checker stands alone")
+        raise ConfigError(
+            "eval.checker.gate and eval.checker.needs relate one reward to others; a checker stands alone"
+        )
 
 
 def _check_names(config: Config) -> None:

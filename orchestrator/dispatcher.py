@@ -37,8 +37,11 @@ from rollout_workers.worker import RolloutRequest, SamplingSettings
 
 logger = logging.getLogger(__name__)
 
-LOST = (ObjectLostError, RayTaskError, PartialsLost)
 PARK_AGAIN_S = 1.0
+
+
+class AnswersLost(RuntimeError):
+    """The answers of a group can't be judged: they, or whoever was to judge them, are gone."""
 
 
 class Dispatcher:
@@ -139,8 +142,8 @@ class Dispatcher:
             if not await self._generate(flight):
                 return
             await self._score(flight, flight.payload)
-        except LOST as error:
-            self._carry_out(self._queue.failed(flight.group_id, f"its answers were lost: {error}"))
+        except (PartialsLost, AnswersLost) as error:
+            self._carry_out(self._queue.failed(flight.group_id, str(error)))
             return
         members = flight.members(self._filter_on)
         commands = self._queue.scored(flight.group_id, members)
@@ -227,6 +230,8 @@ class Dispatcher:
             results = await self._rewards.score(payload, prompt.columns, prompt.reward, prompt.text)
         except RewardsLost as error:
             results = lost_rewards(len(flight.answered), str(error))
+        except (ObjectLostError, RayTaskError) as error:
+            raise AnswersLost(f"its answers were lost: {error}") from error
         flight.judge(results)
 
     def _judged(self, flight: Flight, members: Sequence[Member]) -> None:

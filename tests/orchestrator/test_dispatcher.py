@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fakes import ANSWER_TOKENS, FakeEngine, FakeLearner, FakeRun, fake_config, index_reward, patch_ray
 
+from orchestrator.fleet import PartialsLost, RolloutFleet
 from orchestrator.journal import read_outcomes, read_trajectories
 from rollout_workers.trajectory import Trajectory
 from rollout_workers.worker import RolloutRequest
@@ -57,6 +58,23 @@ class TestTakingTurns:
         engine = run.engines[0]
         assert all(len(request.indexes) == 2 and request.attempt == 0 for request in engine.requests)
         run.run.queue.check()
+
+    def test_parked_answers_that_get_lost_cost_their_group_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        generate = RolloutFleet.generate
+
+        async def losing(self, request, partials=()):  # type: ignore[no-untyped-def]
+            if partials:
+                raise PartialsLost(f"the partial answers of group {request.group_id} are lost")
+            return await generate(self, request, partials)
+
+        monkeypatch.setattr(RolloutFleet, "generate", losing)
+        run, _ = self.start(tmp_path, "staleness.max=2", "sampling.max_dispatches_per_batch=100")
+        assert len(run.learner.batches) == 8
+        failed = [o for o in read_outcomes(tmp_path).to_pylist() if o["outcome"] == "failed"]
+        assert len(failed) == run.run.queue.counts.failed > 0
+        assert all("partial answers" in o["reason"] for o in failed)
 
     def test_without_staleness_there_is_nothing_to_park(self, tmp_path: Path) -> None:
         run, held = self.start(tmp_path, "staleness.max=0")
