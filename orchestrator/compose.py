@@ -83,8 +83,11 @@ def _merge(composed: DictConfig, override: str) -> None:
     value: Any = parsed.value()
     matched = _OWN_KEYS.match(override)
     if matched and not matched["inside"] and (mapping := OmegaConf.select(composed, matched["mapping"])) is not None:
-        with open_dict(mapping):
-            mapping.clear()
+        if dataclasses.is_dataclass(OmegaConf.get_type(mapping)):  # eval.checker: its keys belong to it, so it is made anew
+            OmegaConf.update(composed, matched["mapping"], None)
+        else:
+            with open_dict(mapping):
+                mapping.clear()
     for part in reversed(parsed.key_or_group.split(".")):
         value = {part: value}
     try:
