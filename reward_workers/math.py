@@ -174,6 +174,7 @@ def _bare(text: str) -> str:
         text = normalise(text)
     except TooComplexError:
         text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\$", "", text)
+    text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text)
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).strip(".,;:")
 
 
@@ -250,7 +251,7 @@ def _stated_letters(text: str, several: bool) -> frozenset[str] | None:
     leading = _LEADING.match(plain)
     if leading:
         return frozenset(leading[1] or leading[2])
-    named = choice_in(plain) if re.search(r"\b(?:option|choice)\b", plain, re.IGNORECASE) else None
+    named = choice_in(plain)
     return frozenset(named) if named else None
 
 

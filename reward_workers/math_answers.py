@@ -47,14 +47,20 @@ _BETWEEN = re.compile(
     r"(?:[\s,;.&$*()\[\]|/]|\\[()\[\],;:!\\ ]|\\q?quad"
     r"|\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or|maybe|perhaps|possibly|either|also)\b)*"
 )
-_EMPHASIS = re.compile(r"(?<![\w)}])(?:\*\*|__)|(?:\*\*|__)(?![\w({\\])|(?<!`)`+\w{0,20}\n|`")
+_EMPHASIS = re.compile(
+    r"(?<![\w)}])(?:\*\*|__)|(?:\*\*|__)(?![\w({\\])|(?<!`)`+\w{0,20}\n|`|</?(?:b|i|u|em|strong|code)>"
+)
 _STATED = re.compile(
     r"\b(?:answers?|results?|option|choice)(?:\s+(?:to|of|for)\s[^.:\n]{1,80}?)?"
     r"(?:\s+(?:is|are|was|would\s+be|will\s+be|must\s+be|equals|choice\s+is|option\s+is)(?:\s*:)?|\s*[:=]|\s*$)"
-    r"(?:\s+(?:therefore|thus|hence|simply|just|clearly|indeed|then|now|definitely|option|choice))*[\s,]*",
+    r"(?:\s+(?:therefore|thus|hence|simply|just|clearly|indeed|then|now|definitely|exactly|approximately|about|roughly|around|option|choice))*[\s,]*",
     re.IGNORECASE | re.MULTILINE,
 )
 _HASHES = re.compile(r"^[^\S\n]*.*?####(?!#)[^\S\n]*", re.MULTILINE)
+_HEADING = re.compile(
+    r"\W*(?:explanation|solution|conclusion|steps?|notes?|verification|check|reasoning|summary|analysis)\b",
+    re.IGNORECASE,
+)
 _STATEMENT = re.compile(
     r"(?:\\\([^\n]*?\\\)|\$[^$\n]*\$|\\begin\{(\w+)\}.*?\\end\{\1\}|[^.!?\n]|[.](?=[^\s*_`\"')\]]|$(?!\n))|[!?](?=\S))*",
     re.DOTALL,
@@ -76,7 +82,7 @@ _ANNOUNCED = re.compile(
     r"[A-Za-z]{3,} .*\d|.*\?$", re.DOTALL
 )  # no lone expression: words that lead to one, or a question
 _CHOICE = re.compile(
-    r"\b(?:[Oo]ption|[Cc]hoice|[Cc]hoose|[Pp]ick|[Ss]elect|[Aa]nswer)\s+\(?([A-Z])\)?(?![\w'])|\(([A-Z])\)|^([A-Z])$"
+    r"\b(?:[Oo]ption|[Cc]hoice|[Cc]hoose|[Pp]ick|[Ss]elect|[Gg]o(?:ing)?\s+with|[Aa]nswer)\s+\(?([A-Z])\)?(?![\w'])|\(([A-Z])\)|^([A-Z])$"
 )
 
 
@@ -245,7 +251,7 @@ def _statement(text: str, start: int, kind: str) -> tuple[str, int]:
     window = text[start : start + MAX_STATEMENT]
     if kind == "####":
         line = window.partition("\n")[0]
-        return line.strip(), start + len(line)
+        return "" if _HEADING.match(line) else line.strip(), start + len(line)
     skipped = len(window) - len(window.lstrip(" \n\t:*#>-" if window.lstrip(" \t:*")[:1] == "\n" else " \t:*"))
     match = _STATEMENT.match(window, skipped)
     statement = match[0] if match else ""

@@ -81,8 +81,9 @@ _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _SPACES = re.compile(
     r"\\[,;:!> ]|\\(?:quad|qquad|thinspace|medspace|enspace|hfill|displaystyle|textstyle|limits|nolimits|nobreak|left|right"
-    r"|[bB]igg?[lrm]?|middle|mathstrut|boxed|fbox|bf|rm|it|strut)(?![A-Za-z])|~"
+    r"|[bB]igg?[lrm]?|middle|mathstrut|boxed|fbox|bf|rm|it|strut|tiny|small|normalsize|large|Large|LARGE|huge|Huge|vec|overrightarrow)(?![A-Za-z])|~"
 )
+_COLOURS = re.compile(r"\\(?:text)?color ?\{\w+\}|\\[hv]?phantom ?\{[^{}]*\}")
 _SAME = {
     **dict.fromkeys(("dfrac", "tfrac", "cfrac", "sfrac", "nicefrac"), r"\frac "),
     **dict.fromkeys(("dbinom", "tbinom"), r"\binom "),
@@ -114,7 +115,7 @@ _SAME = {
 _COMMAND = re.compile(r"\\([A-Za-z]+) ?")
 _FONT = re.compile(
     r"\\(text|textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|emph|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|operatorname)"
-    r"\*? ?\{([^{}]*)\}"
+    r"\*? ?\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 _UNIT_LETTERS = word_set("m g L s h J N W V K C A l t")  # in an upright font
 _BLACKBOARD = re.compile(r"\\math(?:bb|bf|cal) ?\{? ?([RZQNC])(?![A-Za-z]) ?\}?")
@@ -148,6 +149,7 @@ def normalise(text: str) -> str:
     text = re.sub(r"\\[()\[\]]", " ", text)
     text = _JOINED_DIGITS.sub("", text)
     text = re.sub(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])", r"\\degree ", text)
+    text = _COLOURS.sub(" ", text)
     text = _SPACES.sub(" ", text)
     text = _BLACKBOARD.sub(r"\\\1 ", text)
     for _ in range(4):  # fonts inside fonts
@@ -184,7 +186,7 @@ def _plain_font(match: re.Match[str]) -> str:
     is_symbol = font.startswith("math") or font in ("boldsymbol", "bm")
     if is_symbol and not re.search("[A-Za-z]{2}", bare) and bare not in _UNIT_LETTERS:
         return f" {bare} "
-    return "\\text " + "{" + inside.replace("\\", " ") + "}"
+    return "\\text {" + re.sub(r"[\\{}]", " ", inside) + "}"
 
 
 @dataclass(frozen=True, slots=True)

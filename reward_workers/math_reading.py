@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from reward_workers.math_equality import equal
+from reward_workers.math_equality import approximate, equal
 from reward_workers.math_notation import (
     CONSTANTS,
+    FAMILY,
     FUNCTIONS,
     GREEK,
     NotMathError,
@@ -93,7 +94,7 @@ def _read(text: str, decimal_comma: bool) -> Value:
     if decimal_comma:
         plain = re.sub(r"(?<=\d)\.(?=\d{3}(?!\d))", "", plain)
         plain = re.sub(r"(?<=\d),(?=\d)", ".", plain)
-    plain = plain.strip(_AROUND).rstrip(".").strip(_AROUND)
+    plain = plain.strip(_AROUND).removesuffix("\\cr").rstrip(".").strip(_AROUND)
     if len(plain) > 1 and plain[0] == plain[-1] == "'":
         plain = plain[1:-1]
     plain = re.sub(r"(?<![\d,.])\d{1,3}(?: \d{3})+(?![\d,.]|/)", lambda match: match[0].replace(" ", ""), plain)
@@ -323,6 +324,9 @@ def _joined(regions: list[Region], union: bool) -> Region | None:
         low = next((i for i in intervals if i.high is None and i.low is not None), None)
         high = next((i for i in intervals if i.low is None and i.high is not None), None)
         if low is not None and high is not None:
+            start, end = (approximate(bound, {}) for bound in (low.low, high.high) if bound is not None)
+            if start is not None and end is not None and start.real > end.real:
+                return Region(tuple(intervals), regions[0].name)  # `x < 1, x > 3` can only mean either
             return Region((Interval(low.low, high.high, low.low_closed, high.high_closed),), regions[0].name)
     return None
 
@@ -341,6 +345,10 @@ def _related(text: _Text, depth: int) -> Value | None:
         return None
     if not parts[0].tokens:
         return _value(parts[1], depth + 1) if signs == ["="] else None
+    if signs[-1] == "=" and separators[-1].text == "approx" and (len(parts) > 2 or not _is_name(parts[0])):
+        parts, signs = parts[:-1], signs[:-1]  # an exact value, and what it is about
+        if not signs:
+            return _value(parts[0], depth + 1)
     try:
         if set(signs) == {"="}:
             return _equation(parts, depth)
@@ -356,8 +364,12 @@ def _related(text: _Text, depth: int) -> Value | None:
 
 
 def _equation(parts: list[_Text], depth: int) -> Value | None:
-    left = parts[0].node()
     value = _value(parts[-1], depth + 1)
+    if len(parts) == 2 and isinstance(value, Group) and value.brackets == "()":
+        names = _value(parts[0], depth + 1)  # (x, y) = (1, 2)
+        if isinstance(names, Group) and names.brackets == "()" and len(names.items) == len(value.items):
+            return value if all(isinstance(n, Quantity) and name_of(n.node) for n in names.items) else None
+    left = parts[0].node()
     nodes = [part.node() for part in parts[1:-1]]
     last = value.node if isinstance(value, Quantity) else None
     name = name_of(left)
@@ -377,6 +389,13 @@ def _equation(parts: list[_Text], depth: int) -> Value | None:
     if len(parts) == 2 and last is not None:
         return Relation("=", left, last)
     return None
+
+
+def _is_name(text: _Text) -> bool:
+    try:
+        return name_of(text.node()) is not None
+    except NotMathError:
+        return False
 
 
 def _member(left: _Text, value: Value) -> Value | None:
@@ -509,6 +528,8 @@ def _quantity(text: _Text) -> Quantity | None:
             rest = rest[1:]
         tokens = sign + rest
     start = next((i for i, t in enumerate(tokens) if i and _starts_unit(t, tokens[i - 1])), None)
+    if start and tokens[start].text == "degree" and any(FAMILY.get(t.text) == "trigonometry" for t in tokens[:start]):
+        start = None  # the degrees are the function's
     if start is not None:
         found = unit_of(tokens[start:])
         if found is None:

@@ -174,6 +174,10 @@ class _Parser:
             elif self.is_op("^", "**") and not self.letters:
                 self.at += 1
                 base = self.node("pow", "", base, self.exponent(depth + 1))
+            elif self.is_cmd("degree") and not self.letters:
+                self.at += 1
+                ratio = self.node("div", "", self.node("const", "pi"), self.node("num", Fraction(180)))
+                base = self.node("mul", "", base, ratio)
             elif self.is_op("'") and base.kind == "sym":
                 self.at += 1
                 base = self.node("sym", f"{base.value}'")
@@ -280,8 +284,14 @@ class _Parser:
             return self.command(text, depth)
         if not _PRODUCT.fullmatch(text) or text.lower() in _NOT_PRODUCTS:
             raise NotMathError(f"the word {text!r}")
-        if len(text) == 1 and text in "fghFGPpQq" and self.is_op("("):
-            return self.applied(text, depth)
+        if len(text) == 1 and text in "fghFGPpQq":
+            ahead = self.at
+            while ahead < len(self.tokens) and self.tokens[ahead].text == "'":
+                ahead += 1
+            if ahead < len(self.tokens) and self.tokens[ahead].text == "(":
+                text += "'" * (ahead - self.at)
+                self.at = ahead
+                return self.applied(text, depth)
         self.letters = list(text[1:])
         return self.symbol(text[0])
 

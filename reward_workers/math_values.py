@@ -81,11 +81,14 @@ Value = Quantity | Group | Region | Matrix | Assignment | Relation | Words
 
 
 def name_of(node: Node) -> str | None:
-    """The name of a lone symbol, `x`, or of a function applied to symbols, `f(x)`."""
+    """The name of a lone symbol, `x`, of a function applied to symbols, `f(x)`, or of a derivative, `dy/dx`."""
     if node.kind == "sym":
         return str(node.value)
     if node.kind == "fn" and str(node.value).endswith("()") and all(a.kind == "sym" for a in node.args):
         return str(node.value)
+    if node.kind == "div" and all(arg.kind == "mul" and arg.args[0] == Node("sym", "d") for arg in node.args):
+        above, below = (arg.args[1] for arg in node.args)
+        return f"d{above.value}/d{below.value}" if above.kind == below.kind == "sym" else None
     return None
 
 

@@ -83,8 +83,8 @@ def test_two_engines_and_two_zero3_ranks_learn_off_policy(launch: Callable) -> N
     assert any(record["staleness/stale_ratio"] > 0 for record in records)
     assert all(sum(r[f"rollout/rollout-{i}/answers"] for r in records) > 0 for i in range(2))
     rewards = [r["reward/mean"] for r in records if "reward/mean" in r]
-    assert len(rewards) >= 8
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+    assert len(rewards) >= 4  # taking turns, several batches may be learned from before the engines write again
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1
     assert_generates_in_transformers(run.folder / "model")
     assert_generates_in_vllm(run.folder / "model")
 
