@@ -83,7 +83,8 @@ def _merge(composed: DictConfig, override: str) -> None:
     value: Any = parsed.value()
     matched = _OWN_KEYS.match(override)
     if matched and not matched["inside"] and (mapping := OmegaConf.select(composed, matched["mapping"])) is not None:
-        if dataclasses.is_dataclass(OmegaConf.get_type(mapping)):  # eval.checker: its keys belong to it, so it is made anew
+        # The keys of eval.checker are its type's: it is made anew instead of emptied.
+        if dataclasses.is_dataclass(OmegaConf.get_type(mapping)):
             OmegaConf.update(composed, matched["mapping"], None)
         else:
             with open_dict(mapping):
