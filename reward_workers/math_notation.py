@@ -115,7 +115,7 @@ _SAME = {
 _COMMAND = re.compile(r"\\([A-Za-z]+) ?")
 _FONT = re.compile(
     r"\\(text|textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|emph|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|operatorname)"
-    r"\*? ?\{((?:[^{}]|\{[^{}]*\})*)\}"
+    r"\*? ?\{((?:[\^_] ?\{[^{}\\]*\}|[^{}])*)\}"
 )
 _UNIT_LETTERS = word_set("m g L s h J N W V K C A l t")  # in an upright font
 _BLACKBOARD = re.compile(r"\\math(?:bb|bf|cal) ?\{? ?([RZQNC])(?![A-Za-z]) ?\}?")

@@ -17,8 +17,7 @@ from reward_workers.reward import RewardSet, Status
 from reward_workers.worker import RewardWorker
 from rollout_workers.trajectory import Trajectory
 
-settings.register_profile("math", deadline=None, max_examples=150, derandomize=True)
-settings.load_profile("math")
+checked = settings(deadline=None, max_examples=150, derandomize=True)
 
 small = st.integers(-10_000, 10_000)
 BASES = [*range(2, 11), 16]  # a lone letter with another index, A_{12}, is a symbol
@@ -67,6 +66,7 @@ def notations(draw: st.DrawFn, number: Fraction) -> str:
 
 
 class TestNumbers:
+    @checked
     @given(st.data(), rationals, rationals)
     def test_are_equal_in_any_notation_exactly_when_they_are_equal(
         self, data: st.DataObject, a: Fraction, b: Fraction
@@ -75,22 +75,26 @@ class TestNumbers:
         assert value(box(one), same) == 1
         assert value(box(other), same) == float(a == b)
 
+    @checked
     @given(st.integers(0, 10**12), st.integers(0, 10**12))
     def test_large_ones(self, a: int, b: int) -> None:
         assert value(box(f"{a:,}"), str(a)) == 1
         assert value(box(str(b)), f"{a:,}") == float(a == b)
 
+    @checked
     @given(st.integers(1, 400), st.integers(1, 400))
     def test_tiny_ones_are_not_rounded(self, m: int, n: int) -> None:
         assert value(box(f"\\frac{{1}}{{2^{{{m}}}}}"), f"$\\frac{{1}}{{2^{{{n}}}}}$") == float(m == n)
         assert value(box(f"1/{m}!"), f"\\frac{{1}}{{{n}!}}") == float(m == n or {m, n} == {0, 1})
 
+    @checked
     @given(st.decimals(-1000, 1000, places=2), st.decimals(-1000, 1000, places=2))
     def test_in_german_style(self, a: Any, b: Any) -> None:
         german = f"{a:,}".translate(str.maketrans(",.", ".,"))
         assert value(box(german), str(a).replace(".", ","), decimal_comma=True) == 1
         assert value(box(german), str(b).replace(".", ","), decimal_comma=True) == float(a == b)
 
+    @checked
     @given(small, st.sampled_from(BASES), st.sampled_from(BASES))
     def test_a_base_is_part_of_the_answer(self, n: int, base: int, other: int) -> None:
         def written(number: int, radix: int) -> str:
@@ -108,6 +112,7 @@ class TestNumbers:
             assert value(box(str(n)), gold, any_base=True) == 1
         assert value(box(f"{written(n, other)}_{other}"), gold) == float(base == other)
 
+    @checked
     @given(small)
     def test_wherever_they_are_stated(self, n: int) -> None:
         for text in (
@@ -126,6 +131,7 @@ class TestNumbers:
 
 
 class TestLists:
+    @checked
     @given(st.lists(small, min_size=1, max_size=12, unique=True), st.randoms(use_true_random=False))
     def test_have_no_order(self, numbers: list[int], source: Any) -> None:
         shuffled = source.sample(numbers, len(numbers))
@@ -134,11 +140,13 @@ class TestLists:
         assert value(box(", ".join(map(str, [*shuffled, 99_999]))), gold) == 0
         assert value(box(", ".join(map(str, shuffled[1:])) or "99999"), gold) == 0
 
+    @checked
     @given(st.lists(small, min_size=2, max_size=4), st.lists(small, min_size=2, max_size=4))
     def test_tuples_have(self, a: list[int], b: list[int]) -> None:
         gold = f"({', '.join(map(str, a))})"
         assert value(box(f"({', '.join(map(str, b))})"), gold) == float(a == b)
 
+    @checked
     @given(st.integers(-50, 50), st.integers(1, 50), st.booleans(), st.booleans())
     def test_intervals_are_inequalities_both_ways(self, low: int, width: int, closed: bool, other: bool) -> None:
         high = low + width
@@ -150,6 +158,7 @@ class TestLists:
 
 
 class TestWhatDoesNotPay:
+    @checked
     @given(st.lists(st.integers(0, 99), min_size=2, max_size=8, unique=True), st.data())
     def test_lists_of_guesses(self, guesses: list[int], data: st.DataObject) -> None:
         right = str(data.draw(st.sampled_from(guesses)))
@@ -167,12 +176,14 @@ class TestWhatDoesNotPay:
         ):
             assert value(text, right) == 0, text
 
+    @checked
     @given(st.lists(st.sampled_from("ABCDE"), min_size=2, max_size=5, unique=True), st.data())
     def test_lists_of_letters(self, letters: list[str], data: st.DataObject) -> None:
         right = data.draw(st.sampled_from(letters))
         for text in (" ".join(map(box, letters)), box(", ".join(letters)), f"The answer is {' or '.join(letters)}."):
             assert value(text, right) == 0, text
 
+    @checked
     @given(st.integers(100_000, 999_999), st.data())
     def test_answers_that_were_cut_off(self, n: int, data: st.DataObject) -> None:
         for text in (
@@ -189,6 +200,7 @@ class TestWhatDoesNotPay:
             cut = data.draw(st.integers(0, last + whole - 1))
             assert value(text[:cut], str(n)) == 0, text[:cut]
 
+    @checked
     @given(small)
     def test_questions(self, n: int) -> None:
         question = f"Tom has {n} apples and gives none away. How many apples does he have: is it {n}?"
@@ -196,6 +208,7 @@ class TestWhatDoesNotPay:
         assert value(f"Tom has {n} apples and gives none away.", str(n), prompt=question) == 0
         assert value(f"He has {n}.", str(n), prompt=question) == 1
 
+    @checked
     @given(st.integers(2, 500), st.integers(2, 500), st.sampled_from(["+", "-", "\\cdot", "\\times", "*", "/"]))
     def test_calculations_that_are_not_done(self, a: int, b: int, sign: str) -> None:
         left = a * b if sign == "/" else a
@@ -252,7 +265,7 @@ def test_hostile_text_is_judged_in_bounded_time(name: str, answer: str) -> None:
 
 
 @given(st.text(max_size=300), st.text(max_size=40))
-@settings(max_examples=400)
+@settings(checked, max_examples=400)
 def test_any_text_gets_a_verdict_or_a_status(completion: str, answer: str) -> None:
     result = grade_math(completion, answer, symbolic=False)
     assert result.value in (0.0, 1.0, None)
@@ -309,7 +322,7 @@ ALPHABET += [
 
 
 @given(st.lists(st.sampled_from(ALPHABET), max_size=25), st.lists(st.sampled_from(ALPHABET), max_size=25))
-@settings(max_examples=1_000)
+@settings(checked, max_examples=1_000)
 def test_any_notation_gets_a_verdict_or_a_status(stated: list[str], gold: list[str]) -> None:
     result = grade_math(box("".join(stated)), "".join(gold), symbolic=False)
     assert result.value in (0.0, 1.0) or result.status is Status.UNPARSEABLE_ANSWER
@@ -340,6 +353,7 @@ class TestGold:
 
 
 class TestDetail:
+    @checked
     @given(st.data(), rationals)
     def test_equal_numbers_vote_alike(self, data: st.DataObject, number: Fraction) -> None:
         results = [grade_math(box(data.draw(notations(number))), "12345", symbolic=False) for _ in range(3)]
