@@ -24,6 +24,8 @@ from reward_workers.judge_client import JudgeCallError
 from rollout_workers.trajectory import Trajectory
 from rollout_workers.worker import MemberReport, RolloutReport, RolloutRequest
 
+pytestmark = pytest.mark.thorough
+
 
 def overrides(folder: Path, **options: Any) -> list[str]:
     file = folder / "rows.jsonl"

@@ -25,6 +25,8 @@ from reward_workers.sandbox.session import SandboxError
 from reward_workers.sandbox.wire import decode, encode
 from rollout_workers.trajectory import RewardResult, Status
 
+pytestmark = pytest.mark.thorough
+
 FILE = Path(__file__).resolve().parents[1] / "data" / "reported_bugs.jsonl"
 CASES = {case["id"]: case for case in map(json.loads, FILE.read_text().splitlines()) if case["kind"] == "code"}
 CHECKS: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {}

@@ -28,6 +28,8 @@ from reward_workers.reward import RewardFunction, RewardResult, RewardSet, Statu
 from reward_workers.worker import RewardWorker
 from rollout_workers.trajectory import Message, Trajectory, TrajectoryGroup
 
+pytestmark = pytest.mark.thorough
+
 RULER_REWARD = "reward_workers.judge.ruler_reward"
 PROMPT = [{"role": "system", "content": "Be good."}, {"role": "user", "content": "Say a number."}]
 

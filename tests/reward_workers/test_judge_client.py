@@ -26,6 +26,8 @@ from reward_workers.judge_client import (
     Usage,
 )
 
+pytestmark = pytest.mark.thorough
+
 HELLO = [{"role": "user", "content": "hello"}]
 SECOND = {"tries": 3, "backoff_s": 0.01, "timeout_s": 5.0}
 

@@ -26,6 +26,9 @@ from reward_workers.sandbox.pool import Pool
 from reward_workers.sandbox.zygote import CHANNEL
 from rollout_workers.trajectory import Status
 
+pytestmark = pytest.mark.thorough
+NESTED = "not without_rights and not thousands_of_gradings"  # run once more as another user
+
 ROOT = Path(__file__).resolve().parents[2]
 UID = 12345
 ATTACKS = [json.loads(line) for line in (ROOT / "tests" / "data" / "sandbox_attacks.jsonl").read_text().splitlines()]
@@ -197,7 +200,6 @@ def interpreter(folder: Path) -> Path:
     return Path(shutil.copy(base / "bin" / f"python3.{sys.version_info.minor}", folder / "bin"))
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("file", ["test_sandbox_attacks.py", "test_code_cases.py", "test_sandbox.py"])
 def test_the_same_without_rights(file: str, tmp_path: Path) -> None:
@@ -210,7 +212,7 @@ def test_the_same_without_rights(file: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *UNPRIVILEGED,
-            *(str(interpreter(tmp_path)), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not thorough"),
+            *(str(interpreter(tmp_path)), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", NESTED),
             *(f"--basetemp={home}/pytest", str(ROOT / "tests" / "reward_workers" / file)),
         ],
         capture_output=True,
