@@ -110,7 +110,6 @@ class SamplingQueue:
         self.settings = settings
         self.policy = settings.policy
         self._admission = self.policy
-        self._capacity = self.policy.capacity
         self.version = version  # the learner's: of the last acknowledged publish
         self._indexes = list(range(settings.answers_per_group))
         self._window = settings.window_batches * settings.groups_per_batch
@@ -385,8 +384,7 @@ class SamplingQueue:
 
     def _places(self) -> int:
         """Dispatches that admission and the effort bound allow, whatever prompts there are."""
-        places = self._admission.capacity - self._claimed()
-        return max(0, places if places < self._budget else self._budget)
+        return min(self._admission.room(self._claimed()), self._budget)
 
     def _held_back(self, size: int) -> bool:
         """Whether the oldest `size` groups inside the window would leave some unfinished one without its place in time.
@@ -519,7 +517,7 @@ class SamplingQueue:
 
     def _assert_bounds(self) -> None:
         total = sum(self._stages.values())
-        if total != self._dispatched or len(self._groups) > self._capacity:
+        if total != self._dispatched or len(self._groups) > self.policy.capacity:
             raise QueueError(f"conservation or admission is broken (capacity {self.policy.capacity}): {self.counts}")
 
 

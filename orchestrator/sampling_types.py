@@ -169,11 +169,6 @@ class Member(_MemberFields):
             truncated=trajectory.truncated,
         )
 
-    @property
-    def oldest_version(self) -> int:
-        """Version of its oldest token; only for a member that has tokens."""
-        return min(self.token_versions)[0]
-
 
 @dataclass(frozen=True)
 class Resample:
