@@ -68,18 +68,23 @@ def rubric_text(rubric: str | Path) -> str:
     """The rubric as the judge reads it: the text itself, or that of a `.md` or `.txt` file.
 
     A file that has nothing but a list (and headings) holds principles: they are numbered, and the judge is told to name
-    those that decided. Raises RewardFunctionError for a file that is missing or empty, and for an empty text.
+    those that decided. Raises RewardFunctionError for a file that is missing, empty or not UTF-8, and for a text that is
+    empty or can't be sent as UTF-8.
     """
     is_file = isinstance(rubric, Path) or ("\n" not in rubric.strip() and rubric.strip().endswith(RUBRIC_FILES))
     if not is_file:
         text = str(rubric).strip()
         if not text:
             raise RewardFunctionError("rubric: expected a text or the path of a .md or .txt file, got an empty text")
+        _sendable(text)
         return text
     file = Path(str(rubric).strip())
     if not file.is_file():
         raise RewardFunctionError(f"rubric={str(rubric)!r}: there is no such file (looked in {Path.cwd()})")
-    text = file.read_text(encoding="utf-8").strip()
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError as e:
+        raise RewardFunctionError(f"rubric={str(rubric)!r}: expected a text in UTF-8: {e}") from e
     if not text:
         raise RewardFunctionError(f"rubric={str(rubric)!r}: the file is empty")
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
@@ -90,6 +95,15 @@ def rubric_text(rubric: str | Path) -> str:
     return "\n".join(
         ["Hold the attempts against these principles; name in each explanation those that decided.", *principles]
     )
+
+
+def _sendable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise RewardFunctionError(
+            f"rubric: character {e.start} is half of a surrogate pair ({text[e.start]!r}), which can't be sent as UTF-8"
+        ) from e
 
 
 def line_of(message: Message) -> str:

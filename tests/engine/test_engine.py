@@ -391,6 +391,7 @@ def test_parking_during_an_update_leaves_nothing_behind(engine: Any, run: Run, m
     """And parking twice at once: each answer is interrupted once."""
     asked = [ask(engine, request(name, range(4), 300)) for name in ("one", "two")]
     in_step(engine, run, 5)
+    run(engine.stand_still.remote(True))  # however long the next lines take, the answers are in flight then
     spool = Spool()
     spool.add(pack(list(model.named_parameters())))
     updating = engine.load.remote(START, spool.update_infos())
@@ -399,7 +400,7 @@ def test_parking_during_an_update_leaves_nothing_behind(engine: Any, run: Run, m
     assert run(updating).version == START
     spool.clear()
     members = [m for report, payload in asked for m in outcome(run, report, payload)[0].values()]
-    assert count == sum(m.parked for m in members) >= 4
+    assert count == sum(m.parked for m in members) >= 2
     assert_idle(engine, run)
 
 

@@ -38,7 +38,7 @@ MESSAGE = st.fixed_dictionaries(
     st.lists(st.lists(MESSAGE, min_size=1, max_size=3), min_size=2, max_size=5),
     st.lists(MESSAGE, max_size=2),
     st.sampled_from([LIST, PAIR]),
-    CONTENT,
+    st.text(),  # what `rubric_text` lets through
 )
 def test_no_text_changes_its_frame(attempts: list, context: list, template: str, rubric: str) -> None:
     lines = [[line_of(message) for message in attempt] for attempt in attempts]
@@ -123,5 +123,11 @@ class TestRubric:
     def test_that_is_missing_or_empty_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "empty.md").touch()
         for rubric, problem in ((tmp_path / "no.md", "no such file"), (tmp_path / "empty.md", "empty"), (" ", "empty")):
+            with pytest.raises(RewardFunctionError, match=problem):
+                rubric_text(rubric)
+
+    def test_that_cannot_be_sent_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "latin.txt").write_bytes("Gefällt es?".encode("latin-1"))
+        for rubric, problem in ((tmp_path / "latin.txt", "UTF-8"), ("Be \ud800 fair.", r"character 3 .*'\\ud800'")):
             with pytest.raises(RewardFunctionError, match=problem):
                 rubric_text(rubric)
