@@ -7,10 +7,14 @@ Contract:
 - `format` is asserted. A format that can't be checked here is refused, not passed over; `formats=False` makes
   every format a mere note, as 2020-12 has it by default.
 - `multipleOf` counts in decimals, so that 19.99 is a multiple of 0.01.
+- `pattern` is read as JSON Schema has it, in ECMA-262's way: `$` is the end of the text and not the place before a last
+  line break, and `\\d` and `\\w` are ASCII. How long a pattern takes is its author's affair: the process that checks it is
+  stopped at its deadline.
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
 import ipaddress
 import re
@@ -51,10 +55,12 @@ class Schema:
             dialect.check_schema(schema)
         except (jsonschema.SchemaError, RecursionError) as error:
             raise SchemaError(getattr(error, "message", None) or "it is nested too deep") from error
+        schema = copy.deepcopy(schema)
         resource = Resource.from_contents(schema, default_specification=DRAFT202012)
         try:
             registry = REGISTRY.with_resource(resource.id() or "", resource).crawl()
             for part, resolver in _objects(resource, registry.resolver_with_root(resource)):
+                _read_patterns(part)
                 reference = part.get("$ref", part.get("$dynamicRef"))
                 if isinstance(reference, str):
                     resolver.lookup(reference)
@@ -100,6 +106,36 @@ def _objects(resource: Resource[Any], resolver: Any) -> Iterator[tuple[dict[str,
     yield contents, resolver
     for part in resource.subresources():
         yield from _objects(part, resolver.in_subresource(part))
+
+
+def _read_patterns(part: dict[str, Any]) -> None:
+    """Rewrite a schema object's patterns so that Python reads them as ECMA-262 does."""
+    if isinstance(part.get("pattern"), str):
+        part["pattern"] = _python_pattern(part["pattern"])
+    if isinstance(part.get("patternProperties"), dict):
+        part["patternProperties"] = {
+            _python_pattern(pattern): inner for pattern, inner in part["patternProperties"].items()
+        }
+
+
+def _python_pattern(pattern: str) -> str:
+    """An ECMA-262 pattern in Python's notation. Raises SchemaError if it is none."""
+    in_class = False
+    parts: list[str] = []
+    for token in re.findall(r"\\.|.", pattern, re.DOTALL):
+        if token == "$" and not in_class:
+            token = r"\Z"
+        elif token in ("[", "]"):
+            in_class = token == "["
+        parts.append(token)
+    text = "".join(parts)
+    flags = re.match(r"\(\?([imsx]+)\)", text)  # not of ECMA-262, but common
+    read = f"(?a{flags[1]}:{text[flags.end() :]})" if flags else f"(?a:{text})"
+    try:
+        re.compile(read)
+    except (re.error, RecursionError) as error:
+        raise SchemaError(f"the pattern {pattern!r} can't be used: {error}") from error
+    return read
 
 
 def _multiple_of(validator: Any, factor: Any, value: Any, schema: Any) -> Iterator[Any]:

@@ -2,7 +2,8 @@
 
 Contract: a score is a number from 0 to 1, plain or as a string of exactly such a number. Nothing is clamped, padded,
 cut or matched by position, and nothing unreadable becomes 0: it is a ReplyError whose message tells the judge what
-to mend. Judges that use other key names, or think aloud first, are understood.
+to mend. Judges that use other key names, write one object after another, or think aloud first, are understood. Two scores
+of one attempt that differ are none.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Verdict:
 def find_json(reply: str) -> list[Any]:
     """The JSON objects and arrays in a reply, in order; those inside one another count once.
 
-    A thinking block at the beginning is left out, with drafts and stray quotes in it; one that never ends leaves nothing.
+    Thinking blocks at the beginning are left out, with drafts and stray quotes in them; one that never ends leaves nothing.
     NaN and repeated keys make a value unreadable. At most the last MAX_CHARACTERS characters are looked at.
     """
     text = reply.strip()
-    if text.startswith("<think>"):
-        text = text.partition("</think>")[2]
+    while text.startswith("<think>"):
+        text = text.partition("</think>")[2].lstrip()
     text = text[-MAX_CHARACTERS:]
     decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
     found: list[Any] = []
@@ -83,7 +84,7 @@ def read_score(value: Any) -> float:
 
 def read_scores(reply: str, names: Sequence[str]) -> dict[str, Verdict]:
     """Each name's verdict. Raises ReplyError, also where a reply has complete lists that differ."""
-    return _only(reply, lambda value: _scores(value, names))
+    return _only(reply, lambda value: _scores(value, names), one_by_one=True)
 
 
 def read_better(reply: str, names: Sequence[str]) -> str:
@@ -91,8 +92,11 @@ def read_better(reply: str, names: Sequence[str]) -> str:
     return _only(reply, lambda value: _better(value, names))
 
 
-def _only(reply: str, read: Callable[[Any], Any]) -> Any:
-    """What the readable values of a reply agree on: with two that differ, nobody can say which one counts."""
+def _only(reply: str, read: Callable[[Any], Any], one_by_one: bool = False) -> Any:
+    """What the readable values of a reply agree on: with two that differ, nobody can say which one counts.
+
+    `one_by_one`: where none is readable, all of them may be the entries of one list.
+    """
     values = find_json(reply)
     if not values:
         raise ReplyError("it holds no JSON object that can be read")
@@ -103,6 +107,11 @@ def _only(reply: str, read: Callable[[Any], Any]) -> Any:
             said.append(read(value))
         except ReplyError as error:
             problems.append(error)
+    if not said and one_by_one and len(values) > 1:
+        try:
+            return read(values)
+        except ReplyError:
+            raise problems[-1] from None
     if not said:
         raise problems[-1]
     if any(other != said[0] for other in said[1:]):
@@ -143,24 +152,43 @@ def _entries(value: Any, names: Sequence[str]) -> list[tuple[Any, Any]]:
 def _verdict(name: str, entry: Any) -> Verdict:
     if not isinstance(entry, Mapping):
         return Verdict(read_score(entry), "")
-    score = _get(entry, SCORE_KEYS)
-    if score is None:
+    given = _all(entry, SCORE_KEYS)
+    if not given:
         raise ReplyError(f"the attempt {name} has no score")
     try:
-        return Verdict(read_score(score), str(_get(entry, EXPLANATION_KEYS) or ""))
+        score = read_score(given[0])
     except ReplyError as error:
         raise ReplyError(f"the attempt {name}: {error}") from error
+    if any(_differs(other, score) for other in given[1:]):
+        raise ReplyError(f"the attempt {name} has several scores that differ")
+    return Verdict(score, str(_get(entry, EXPLANATION_KEYS) or ""))
+
+
+def _differs(value: Any, score: float) -> bool:
+    """Whether a value beside a score is another score; a grade B or a value of 7 points is none."""
+    try:
+        return read_score(value) != score
+    except ReplyError:
+        return False
 
 
 def _better(value: Any, names: Sequence[str]) -> str:
-    said = _get(value, BETTER_KEYS) if isinstance(value, Mapping) else None
-    if said in names or said == TIE:
+    given = _all(value, BETTER_KEYS) if isinstance(value, Mapping) else []
+    named = [one for one in given if one in names or one == TIE]
+    said = given[0] if given else None
+    if named and all(one == said for one in named):
         return str(said)
     raise ReplyError(f'expected {{"better": ...}} with one of {", ".join(names)} or "{TIE}", got {_shown(said)}')
 
 
 def _get(entry: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    return next((entry[key] for key in keys if entry.get(key) is not None), None)
+    return next(iter(_all(entry, keys)), None)
+
+
+def _all(entry: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
+    """The values under any of the keys, whatever their case, in the order of the keys."""
+    by_key = {name.strip().lower(): value for name, value in entry.items() if value is not None}
+    return [by_key[key] for key in keys if key in by_key]
 
 
 def _shown(value: Any) -> str:

@@ -19,33 +19,46 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+from reward_workers.function import gold_written_by
 from reward_workers.math_answers import Answer, choice_in, find_answer
 from reward_workers.math_matching import Matcher, Policy, is_reduced, vote
-from reward_workers.math_notation import TooComplexError, normalise
+from reward_workers.math_notation import MAX_CHARACTERS, TooComplexError, normalise
 from reward_workers.math_reading import read
 from reward_workers.math_symbolic import SymbolicError, verifier
 from reward_workers.math_syntax import Node, walk
-from reward_workers.math_values import Quantity, Value, Words, symbols_of
+from reward_workers.math_values import Quantity, Relation, Value, Words, symbols_of
 from rollout_workers.trajectory import RewardResult, Status
 
 LETTERS = "ABCDEFGHIJ"
 MAX_SHOWN = 500  # characters of an answer in `detail`
 
 _GOLD_CHOICE = re.compile(r"\(?([A-Z])\)?(?:\s*\(options? [A-Z]\s*[-–,]\s*([A-Z])\)|[.:)]? .*)?", re.DOTALL)
-_LONE = re.compile(r"[\s(\[{]*(?:(?:option|choice)\s+\(?)?([A-Za-z])[\s)\]}.:]*", re.IGNORECASE)
+_LONE = re.compile(r"[\s(\[{\\]*(?:(?:option|choice)\s+\(?)?([A-Za-z])[\s)\]}\\.:]*", re.IGNORECASE)
 _LEADING = re.compile(
-    r"\s*(?:\(([A-Z])\)|([A-Z])(?=\s*[.:)](?:\s|$)|\s*[-–—]\s|\s+(?:and|is|with|for|if|because|since)\b|,))"
+    r"\s*(?:\(([A-Z])\)|([A-Z])(?=\s*[.:)](?:\s|$)|\s*[-–—]\s|\s+(?:and|is(?!\s+(?:incorrect|not|wrong|false|never|no)\b)|with|for|if|because|since)\b|,))"
 )
-_SEVERAL = re.compile(r"\s*\(?[A-Za-z]\)?(?:\s*(?:,|&|/|\band\b|\bor\b|,\s*(?:and|or)\b|\s)\s*\(?[A-Za-z]\)?)+\s*\.?")
+_SEVERAL = re.compile(r"\s*\(?[A-Za-z]\)?(?:\s*(?:,|;|&|/|\band\b|\bor\b|,\s*(?:and|or)\b|\s)\s*\(?[A-Za-z]\)?)+\s*\.?")
 _PREFIX = re.compile(
-    r"\s*(?:\\text\s*\{\s*)?(?:(?:the )?(?:final |correct )?answer(?: is)?\s*[:=]|(?:the )?(?:final )?answer is)\s*(?:\}\s*)?",
+    r"\s*(?:\\text\s*\{\s*)?(?:(?:the )?(?:final |correct )?(?:answer(?: is)?|ans|solution|result|output)\s*[:=]"
+    r"|(?:the )?(?:final )?answer is|(?-i:A):(?=\s))\s*(?:\}\s*)?",
     re.IGNORECASE,
 )
 
 
+def write_boxed(answer: str | int | float, opened_thinking: bool | None = None) -> str:
+    """The right answer in a box. One that can't be read is boxed as it stands, so that judging it says what is wrong."""
+    text, problem = _gold_text(answer)
+    thought = "The answer is found.\n</think>\n" if opened_thinking else ""
+    return f"{thought}\\boxed{{{answer if problem else text}}}"
+
+
+@gold_written_by(write_boxed)
 def grade_math(
     completion: str,
     answer: str | int | float,
@@ -68,10 +81,11 @@ def grade_math(
     timeout_s: float | None = None,
     memory_mb: int | None = None,
 ) -> RewardResult:
-    """1 if the completion's final answer is the right one, else 0.
+    r"""1 if the completion's final answer is the right one, else 0.
 
-    `answer` is the right answer as text or a number; of a worked solution its box, or what follows `####`. An option that is
-    None has its default:
+    `answer` is the right answer as text or a number; of a worked solution its box, or what follows `####`. Notation is of no
+    account: `m + n = 7` and `seven` state 7, `6:8` is `3:4`, `[1, 2] \cup [2, 3]` is `1 \leq x \leq 3`. An option that is None
+    has its default:
 
     - prompt: the question; what merely restates it is no answer.
     - choices: the options' texts of a multiple-choice question, A first, whose answer is a letter; choice_text (False): the
@@ -159,7 +173,7 @@ def _judge(matcher: Matcher, gold: Value, gold_text: str, found: Answer, comma: 
     stated: Value = Words("")
     for one in texts:
         if _bare(one) and _bare(one) == _bare(gold_text):
-            return read(one, comma), True
+            return (read(one, comma) if len(one) <= MAX_CHARACTERS else Words("")), True
         stated = read(one, comma)
         if matcher.matches(gold, stated):
             return stated, True
@@ -175,12 +189,18 @@ def _bare(text: str) -> str:
     except TooComplexError:
         text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\$", "", text)
     text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).strip(".,;:")
+    return re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text).strip(".,;:")
 
 
 def _restates(value: Value, gold: Value, text: str, question: str) -> bool:
-    """Whether an answer is a calculation that stands in the question. Of formulas only what is longer than the right answer."""
-    if not question or not isinstance(value, Quantity) or not isinstance(gold, Quantity) or value.node == gold.node:
+    """Whether an answer is a calculation or an equation that stands in the question. Of formulas only what is longer than
+    the right answer.
+    """
+    if not question or not isinstance(gold, Quantity):
+        return False
+    if isinstance(value, Relation):
+        return _bare(text) in _bare(question)
+    if not isinstance(value, Quantity) or value.node == gold.node:
         return False
     if symbols_of(value.node) and len(walk(value.node)) <= len(walk(gold.node)):
         return False
@@ -192,6 +212,10 @@ def _restates(value: Value, gold: Value, text: str, question: str) -> bool:
 
 def _gold_text(answer: str | int | float) -> tuple[str, str]:
     """The right answer's text, and what is wrong with it (empty: nothing)."""
+    if hasattr(answer, "tolist"):  # numpy's numbers
+        answer = answer.tolist()
+    if isinstance(answer, Decimal | Fraction):
+        answer = str(answer)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return "", f"expected text or a number, got a {type(answer).__name__}"
     if isinstance(answer, float):
@@ -205,13 +229,21 @@ def _gold_text(answer: str | int | float) -> tuple[str, str]:
             return "", f"{found.source} in {text[-80:]!r}"
         text = found.text
     text = _PREFIX.sub("", text, count=1).strip()
-    if not re.search(r"[^\W_]|\\(?:infty|emptyset|varnothing|pi)|[∞∅π]|\\\{\s*\\\}", text):
+    if not _says_something(text) or text.lower() == "nan":
         return "", f"{text[:80]!r} states nothing"
     if _unbalanced(text):
         return "", f"the braces of {text[:80]!r} do not match"
     if re.search(r"\\(?:[dt]?frac|sqrt|binom)\s*$", text) or re.search(r"(?<!\\)\\$", text):
         return "", f"{text[-80:]!r} is cut off"
     return text, ""
+
+
+def _says_something(text: str) -> bool:
+    """Whether there is more than punctuation, spacing and signs."""
+    plain = re.sub(
+        r"\\(?:text|math|operatorname)\w*|\\(?:left|right|q?quad|pm|circ|degree|displaystyle)(?![A-Za-z])", "", text
+    )
+    return bool(re.search(r"[^\W_]|[∞∅]|\\\{\s*\\\}", plain)) and not re.fullmatch(r"<(\w+)>\s*</\1>", plain)
 
 
 def _unbalanced(text: str) -> bool:
@@ -242,7 +274,7 @@ def _gold_letters(text: str, options: int) -> frozenset[str] | None:
 
 def _stated_letters(text: str, several: bool) -> frozenset[str] | None:
     """The letters that an answer states; None if it states none."""
-    plain = _PREFIX.sub("", _without_fonts(text), count=1).strip("*_` ")
+    plain = _PREFIX.sub("", _without_fonts(text), count=1).strip("*_` \"'.")
     lone = _LONE.fullmatch(plain)
     if lone:
         return frozenset(lone[1].upper())
@@ -257,7 +289,7 @@ def _stated_letters(text: str, several: bool) -> frozenset[str] | None:
 
 def _without_fonts(text: str) -> str:
     text = (
-        text[:2_000]
+        unicodedata.normalize("NFKC", text[:2_000])
         .replace("$", "")
         .replace("\\left", "")
         .replace("\\right", "")

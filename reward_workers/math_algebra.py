@@ -20,6 +20,7 @@ MAX_BITS = 40_000  # of a numerator or a denominator
 MAX_WORK = 2_000_000  # of one evaluation, in units of about a microsecond
 MAX_TERMS = 400
 MAX_POWER = 64  # to which a sum of several terms is raised
+MAX_CHOSEN = 8  # of a symbolic binomial coefficient that is expanded
 MAX_PRIME = 20_000  # by which numbers under roots and logarithms are factored
 
 Monomial = tuple[tuple[str, Fraction], ...]  # atoms with their exponents, in order
@@ -255,7 +256,8 @@ def power(base: Ratio, exponent: Ratio) -> Ratio:
     if base.bottom == {ONE: Fraction(1)} and len(base.top) == 1:
         ((monomial, coefficient),) = base.top.items()
         # The root of an even power is an absolute value; of an odd one it has the same domain as the result.
-        if coefficient > 0 and all((e.numerator % 2 or a in ("pi", "e")) and a != "i" for a, e in monomial):
+        odd = n.denominator % 2
+        if coefficient > 0 and all((odd or e.numerator % 2 or a in ("pi", "e")) and a != "i" for a, e in monomial):
             result = _root(coefficient, n)
             exponents = {m_a: m_e * n for m_a, m_e in monomial}
             return multiply(result, _ratio({tuple(sorted(exponents.items())): Fraction(1)}, {ONE: Fraction(1)}))
@@ -375,6 +377,8 @@ def _apply(name: str, args: list[Ratio]) -> Ratio:
         return _logarithm(values[0])
     if name == "log" and len(args) == 2 and values[0] is not None and values[1] is not None:
         return divide(_logarithm(values[0]), _logarithm(values[1]))
+    if name == "binom" and len(args[0].top) <= 2 and whole[0] is None and whole[1] in range(MAX_CHOSEN + 1):
+        return _chosen(args[0], int(values[1] or 0))
     if name == "factorial" and whole[0] is not None:
         return number(_factorial(whole[0]))
     if name == "binom" and None not in whole:
@@ -384,12 +388,22 @@ def _apply(name: str, args: list[Ratio]) -> Ratio:
         return number(math.comb(n, k) if k >= 0 else 0)
     if name == "abs" and values[0] is not None:
         return number(abs(values[0]))
+    if name in ("floor", "ceil") and values[0] is not None:
+        return number(math.floor(values[0]) if name == "floor" else math.ceil(values[0]))
     known = [v for v in values if v is not None]
     if len(known) == len(args) and name in ("max", "min"):
         return number(max(known) if name == "max" else min(known))
     if None not in whole and name in ("gcd", "lcm"):
         return number((math.gcd if name == "gcd" else math.lcm)(*(w for w in whole if w is not None)))
     return atom(f"{name}({', '.join(arg.key for arg in args)})")
+
+
+def _chosen(n: Ratio, k: int) -> Ratio:
+    """The binomial coefficient of a sum and a number: n (n - 1) ... (n - k + 1) / k!."""
+    result = number(1)
+    for i in range(k):
+        result = multiply(result, divide(add(n, number(-i)), number(i + 1)))
+    return result
 
 
 def _factorial(n: int) -> int:

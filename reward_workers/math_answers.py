@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from reward_workers.math_notation import word_set
 
 MAX_STATEMENT = 4_000  # characters of a stated answer that are looked at
+MAX_SENTENCE = 300  # characters of an answer that is a sentence
 MAX_STATEMENTS = 20  # the last ones, of which those side by side are a list
 
 
@@ -39,7 +40,7 @@ class Answer:
 _THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>|(◁)(/?)think▷", re.IGNORECASE)
 _SPECIAL = re.compile(r"<\|[A-Za-z0-9_]{1,40}\|>|</s>|<eos>|<end_of_turn>")
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-_BRACES = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])|\\[{}\\]|[{}]")
+_BRACES = re.compile(r"\\{1,2}(?:boxed|fbox|framebox)(?![A-Za-z])|\\[{}\\]|[{}]")
 _OPENING = re.compile(r"\s*\{")
 _UNBRACED = re.compile(r"\s*([^\s$,;\\{}]+)")
 _BEGUN_BOX = re.compile(r"\\(?:b(?:o(?:x(?:e(?:d)?)?)?)?|f(?:b(?:o(?:x)?)?)?)\s*$")
@@ -47,11 +48,14 @@ _BETWEEN = re.compile(
     r"(?:[\s,;.&$*()\[\]|/]|\\[()\[\],;:!\\ ]|\\q?quad"
     r"|\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or|maybe|perhaps|possibly|either|also)\b)*"
 )
+_NAME = re.compile(r"\b[A-Za-z](?:_\{?\w\}?)? ?= ?$")  # of what the next box holds
 _EMPHASIS = re.compile(
     r"(?<![\w)}])(?:\*\*|__)|(?:\*\*|__)(?![\w({\\])|(?<!`)`+\w{0,20}\n|`|</?(?:b|i|u|em|strong|code)>"
 )
+_ITALIC = re.compile(r"(?<![\w\\}$)])_([^_\n$]{1,60})_(?![\w{])")
+_BULLET = re.compile(r"[-•]\s+(?=[\d$\\(])")
 _STATED = re.compile(
-    r"\b(?:answers?|results?|option|choice)(?:\s+(?:to|of|for)\s[^.:\n]{1,80}?)?"
+    r"答案(?:是|为|應該是|应该是)?\s*[:：]?\s*|\b(?:answers?|results?|option|choice)(?:\s+(?:to|of|for)\s[^.:\n]{1,80}?)?"
     r"(?:\s+(?:is|are|was|would\s+be|will\s+be|must\s+be|equals|choice\s+is|option\s+is)(?:\s*:)?|\s*[:=]|\s*$)"
     r"(?:\s+(?:therefore|thus|hence|simply|just|clearly|indeed|then|now|definitely|exactly|approximately|about|roughly|around|option|choice))*[\s,]*",
     re.IGNORECASE | re.MULTILINE,
@@ -68,11 +72,21 @@ _STATEMENT = re.compile(
 _DISPLAY = re.compile(r"\s*(?:\$\$(.*?)\$\$|\\\[(.*?)\\\])", re.DOTALL)
 _DIGRESSION = re.compile(
     r",?\s+\b(?:because|since|as|so|thus|hence|therefore|which|but|after|given|according|due)\b|,\s+(?!(?:and|or|maybe|perhaps|possibly|either)\b)[a-z]{3,}"
-    r"|\s+\((?=[A-Za-z]{3,})|\s+[-–—]\s+[A-Za-z]{2,}"
+    r"|[:;]\s+(?=[A-Za-z]{2,}\s)|\s+\((?=[A-Za-z]{3,})|\s+[-–—]\s+[A-Za-z]{2,}"
 )
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
+_REASON = re.compile(r"\s+\((?:since|because|as|from|where)\b.*$")
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n\s*")
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]}])[-−–])?(?:[$€£]\s?)?(?<![\w.])(?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:\s*/\s*\d+(?!\d))?(?:\s?(?:%|°|\\%))?"
+    r"|(?<![\w.)\]}])-?\.\d+(?![\d.])"
+)
+_COUNT = re.compile(
+    r"(?:[A-Za-z']+ ){1,8}?(?:is|are|has|have|was|were|gets?|costs?|equals|takes?|needs?|earns?|pays?|makes?)"
+    r"(?: exactly)? (\$?\d[\d,]*(?:\.\d+)?%?)(?: [A-Za-z]+){0,6}\.?"
+)
+_DOUBT = word_set(
+    "not no never neither nor least most more less fewer than or between if maybe perhaps possibly about almost nearly "
+    "around approximately roughly except without wrong"
 )
 _MATH = re.compile(r"\$\$(.*?)\$\$|\$([^$\n]+)\$|\\\((.*?)\\\)|\\\[(.*?)\\\]", re.DOTALL)
 _PROSE = word_set(
@@ -82,6 +96,7 @@ _ANNOUNCED = re.compile(
     r"[A-Za-z]{3,} .*\d|.*\?$", re.DOTALL
 )  # no lone expression: words that lead to one, or a question
 _CHOICE = re.compile(
+    r"(?:^|\b(?:[Ss]o|[Tt]hus|[Hh]ence|[Tt]herefore),?\s+(?:only\s+)?)\(?([A-Z])\)?\s+(?:is|must\s+be)\s+(?:the\s+)?(?:correct|right|best)\b|"
     r"\b(?:[Oo]ption|[Cc]hoice|[Cc]hoose|[Pp]ick|[Ss]elect|[Gg]o(?:ing)?\s+with|[Aa]nswer)\s+\(?([A-Z])\)?(?![\w'])|\(([A-Z])\)|^([A-Z])$"
 )
 
@@ -95,7 +110,7 @@ def find_answer(
     thought, finished = _after_thinking(completion, opened_thinking)
     if not finished:
         return Answer(None, "an unfinished thought")
-    text = _SPECIAL.sub("", thought).rstrip()
+    text = _SPECIAL.sub("", thought).replace("。", ". ").rstrip()
     tags = list(_TAG.finditer(text))
     tagged = ""
     if tags:
@@ -108,8 +123,8 @@ def find_answer(
     if boxed is not None:
         return boxed
     if tagged:
-        return Answer(tagged, "tag")
-    text = _EMPHASIS.sub("", text).strip()
+        return Answer(_counted(tagged), "tag")
+    text = _ITALIC.sub(r"\1", _EMPHASIS.sub("", text)).strip()
     stated = _stated(text)
     if stated is not None:
         return stated
@@ -149,8 +164,19 @@ def _tagged(text: str, tags: list[re.Match[str]]) -> str:
     return _listed(contents[::-1])
 
 
+def _counted(text: str) -> str:
+    """The number of a sentence that says how many there are, `She has 42 apples.`; any other text as it is."""
+    if len(text) > MAX_SENTENCE:
+        return text
+    sentence = re.sub(r"\s+", " ", re.sub(r"\\text ?\{([^{}]*)\}", r" \1 ", text)).strip()
+    match = _COUNT.fullmatch(sentence)
+    return match[1] if match and not _DOUBT & set(re.findall(r"[a-z]+", sentence.lower())) else text
+
+
 def _listed(parts: list[str]) -> str:
-    return ", ".join(dict.fromkeys(parts))
+    """The parts as a list, what is written again left out: `$18` and `18` are one."""
+    found = {re.sub(r"\\?\$|[\s*]", "", part).rstrip("."): part for part in reversed(parts)}
+    return ", ".join(reversed(found.values()))
 
 
 def _boxed(text: str) -> Answer | None:
@@ -195,12 +221,12 @@ def _boxed(text: str) -> Answer | None:
     parts: list[str] = []
     before = len(text)
     for start, content, end in reversed(boxes):
-        if parts and not _BETWEEN.fullmatch(text[min(end + 1, before) : before][:200]):
+        if parts and not _BETWEEN.fullmatch(_NAME.sub("", text[min(end + 1, before) : before][:200])):
             break
         parts.append(text[content:end].strip())
         before = start
     answer = _listed(parts[::-1])
-    return Answer(answer, "box") if answer else Answer(None, "an empty box")
+    return Answer(_counted(answer), "box") if answer else Answer(None, "an empty box")
 
 
 def _stated(text: str) -> Answer | None:
@@ -215,6 +241,9 @@ def _stated(text: str) -> Answer | None:
     for end, start, kind in reversed(marks[-MAX_STATEMENTS:]):
         statement, stop = _statement(text, end, kind)
         if not statement:
+            continue
+        if parts and stop > before:
+            before = start  # `#### The answer is 7` states it once
             continue
         if parts and _words_between(text[stop:before]):
             break
@@ -253,6 +282,9 @@ def _statement(text: str, start: int, kind: str) -> tuple[str, int]:
         line = window.partition("\n")[0]
         return "" if _HEADING.match(line) else line.strip(), start + len(line)
     skipped = len(window) - len(window.lstrip(" \n\t:*#>-" if window.lstrip(" \t:*")[:1] == "\n" else " \t:*"))
+    bullet = _BULLET.match(window, skipped)
+    if bullet and "\n" in text[:start][len(text[:start].rstrip()) :]:  # on a line of its own it is no minus
+        skipped = bullet.end()
     match = _STATEMENT.match(window, skipped)
     statement = match[0] if match else ""
     end = start + skipped + len(statement)
@@ -279,7 +311,7 @@ def _closing(text: str, prompt: str) -> Answer:
         plain = re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", text)
         words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", re.sub(r"\\begin\{\w+\}|\\end\{\w+\}", "", plain))
         if len(words) <= 5 and not _PROSE & {word.lower() for word in words} and not _ANNOUNCED.match(text):
-            return Answer(text, "whole")
+            return Answer(_REASON.sub("", text), "whole")
     asked = _squeezed(prompt)
     tail = text[-MAX_STATEMENT:]
     end = len(tail)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 from fractions import Fraction
 
-from reward_workers.math_algebra import ONE, Ratio, evaluate, same
+from reward_workers.math_algebra import Ratio, add, evaluate, negate, same
 from reward_workers.math_syntax import Node, walk
 
 SAMPLES = 4  # random points at which two expressions with symbols are compared
@@ -33,8 +33,10 @@ def equal(a: Node, b: Node) -> bool | None:
     names = sorted({str(n.value) for n in nodes if n.kind == "sym"})
     if Node("const", "oo") in nodes:
         return False
-    if not names and _polynomial(left) and _polynomial(right):
-        return False  # both in the one form that such numbers have
+    if _independent(left, names) and _independent(right, names) and not _two_constants(left, right):
+        return False  # both in the one form that such values have
+    if left.bottom == right.bottom and add(left, negate(right)).rational:
+        return False  # they differ by that number
     source = random.Random(20_261_129)
     for _ in range(SAMPLES if names else 1):
         point = {name: source.uniform(0.4, 2.6) for name in names}
@@ -46,19 +48,24 @@ def equal(a: Node, b: Node) -> bool | None:
     return None
 
 
-def _polynomial(value: Ratio) -> bool:
-    """Whether a value is a sum of rational multiples of roots of primes and powers of one of pi and e.
+def _independent(value: Ratio, symbols: list[str]) -> bool:
+    """Whether a value is a quotient of sums of rational multiples of roots of primes, whole powers of symbols, pi, e and i.
 
-    Those are linearly independent over the rationals, so that different sums are different numbers.
+    Over the rationals their products are linearly independent as long as only one of pi and e is among them, so that
+    quotients that differ when multiplied out are different values.
     """
-    if value.bottom != {ONE: Fraction(1)}:
-        return False
-    names = {name for monomial in value.top for name, _ in monomial if name[0] != "#"} - {"i"}
-    return (
-        len(names) <= 1
-        and names <= {"pi", "e"}
-        and all(exponent.denominator == 1 for monomial in value.top for name, exponent in monomial if name[0] != "#")
+    known = {*symbols, "pi", "e", "i"}
+    return all(
+        name[0] == "#" or (name in known and exponent.denominator == 1)
+        for monomial in (*value.top, *value.bottom)
+        for name, exponent in monomial
     )
+
+
+def _two_constants(*values: Ratio) -> bool:
+    """Whether both pi and e occur: nobody knows whether they are independent."""
+    names = {name for value in values for monomial in (*value.top, *value.bottom) for name, _ in monomial}
+    return {"pi", "e"} <= names
 
 
 _REAL = {

@@ -25,6 +25,7 @@ from reward_workers.math_algebra import (
 )
 from reward_workers.math_equality import approximate, equal
 from reward_workers.math_notation import FAMILY, NotMathError, TooComplexError
+from reward_workers.math_regions import merged, region_of
 from reward_workers.math_syntax import Node, walk
 from reward_workers.math_units import known
 from reward_workers.math_values import (
@@ -37,7 +38,6 @@ from reward_workers.math_values import (
     Relation,
     Value,
     Words,
-    region_of,
     symbols_of,
 )
 
@@ -69,7 +69,8 @@ class Matcher:
 
     def matches(self, gold: Value, stated: Value) -> bool:
         """Whether the stated value is the right one. Raises TooComplexError, and what `decide` raises."""
-        if isinstance(stated, Assignment | Group) and not isinstance(gold, Assignment) and self._as_value(gold, stated):
+        is_other = isinstance(stated, Assignment | Group | Relation) and not isinstance(gold, Assignment)
+        if is_other and self._as_value(gold, stated):
             return True
         match gold:
             case Quantity():
@@ -86,11 +87,17 @@ class Matcher:
                 return self._matrix(gold, stated)
         return self._words(gold, stated)
 
-    def _as_value(self, gold: Value, stated: Assignment | Group) -> bool:
-        """`x = 5` states 5, and `{5}` as well where the right answer is no list."""
+    def _as_value(self, gold: Value, stated: Value) -> bool:
+        """`x = 5` states 5, `x + y = 5` as well, and so does `{5}` where the right answer is no list."""
         if isinstance(stated, Assignment):
             return self.matches(gold, stated.value)
-        if len(stated.items) == 1 and stated.brackets in ("", "{}") and not isinstance(gold, Group | Region):
+        if isinstance(stated, Relation):
+            if stated.value is None or not isinstance(gold, Quantity):
+                return False
+            return _is_asked_for(stated.left) and self._quantity(gold, stated.value)
+        if not isinstance(stated, Group):
+            return False
+        if len(stated.items) == 1 and stated.brackets in ("", "{}", "[]") and not isinstance(gold, Group | Region):
             return self.matches(gold, stated.items[0])
         return False
 
@@ -99,6 +106,9 @@ class Matcher:
     def _quantity(self, gold: Quantity, stated: Value) -> bool:
         if isinstance(stated, Words) and stated.notation:
             return self._allowed_operations(gold, stated.notation) and self.decide(gold.node, stated.notation)
+        if isinstance(stated, Group) and stated.brackets == "::" and len(stated.items) == 2 and not _is_clock(stated):
+            node = None if gold.unit or gold.base else _quotient(stated)
+            return node is not None and _bare(gold.node).kind == "div" and self._same_ratio(node, gold)
         if not isinstance(stated, Quantity):
             return False
         if gold.base != stated.base and not self.policy.any_base:
@@ -166,7 +176,7 @@ class Matcher:
         """Whether the stated form is a result and not a calculation, as far as the right answer's form can tell."""
         if self.policy.allow_unevaluated:
             return True
-        families = {FAMILY[str(n.value)] for n in walk(stated) if str(n.value) in FAMILY}
+        families = {FAMILY[str(n.value)] for n in walk(stated) if str(n.value) in FAMILY and not _is_closed_form(n)}
         if families - {FAMILY[str(n.value)] for n in walk(gold) if str(n.value) in FAMILY}:
             return False
         if not _literal(gold):
@@ -189,8 +199,8 @@ class Matcher:
     # Equations and regions
 
     def _assignment(self, gold: Assignment, stated: Value) -> bool:
-        if isinstance(stated, Assignment) and stated.name == gold.name:
-            if self.matches(gold.value, stated.value):
+        if isinstance(stated, Assignment) and stated.name.removesuffix("()") == gold.name.removesuffix("()"):
+            if self.matches(gold.value, _with_arguments(gold.left, stated)):
                 return True
         elif not isinstance(stated, Assignment | Relation):
             return self.matches(gold.value, stated)
@@ -219,7 +229,7 @@ class Matcher:
             return False
         if not self.policy.intervals_as_inequalities and bool(gold.name) != bool(region.name):
             return False
-        return self._unordered(gold.intervals, region.intervals, self._same_interval)
+        return self._unordered(merged(gold).intervals, merged(region).intervals, self._same_interval)
 
     def _same_interval(self, gold: Interval, stated: Interval) -> bool:
         if (gold.low_closed, gold.high_closed) != (stated.low_closed, stated.high_closed):
@@ -238,6 +248,8 @@ class Matcher:
             return region is not None and self._region(region, stated)
         if isinstance(stated, Matrix) and gold.brackets == "()":
             return len(stated.rows[0]) == 1 and self._ordered(gold.items, [row[0] for row in stated.rows])
+        if gold.brackets == "::":
+            return self._ratio(gold, stated)
         if not isinstance(stated, Group):
             return len(gold.items) == 1 and gold.brackets in ("", "{}") and self.matches(gold.items[0], stated)
         if gold.name and stated.name and gold.name != stated.name:
@@ -245,6 +257,8 @@ class Matcher:
         if _sequence(gold) or _sequence(stated):
             return gold.brackets == stated.brackets and self._ordered(gold.items, stated.items)
         unordered = ("", "{}")
+        if gold.brackets == stated.brackets == "{}" and len(gold.items) != len(stated.items):
+            return self._covers(gold.items, stated.items) and self._covers(stated.items, gold.items)
         if gold.brackets in unordered and stated.brackets in unordered:
             return self._unordered(gold.items, stated.items, self.matches)
         values = _values_by_name(stated) if gold.brackets == "()" else None
@@ -252,10 +266,42 @@ class Matcher:
             return self._ordered(gold.items, values)
         alike = gold.brackets == stated.brackets or "" in (gold.brackets, stated.brackets)
         alike = alike or (len(gold.items) != 2 and {gold.brackets, stated.brackets} == {"()", "[]"})
+        if gold.brackets in ("[]", "[)", "(]") and not stated.brackets and len(gold.items) == 2:
+            return False  # an interval is more than its ends
         # A set never is a tuple, and `::` is a ratio.
         if not alike or (gold.brackets != stated.brackets and {"{}", "::"} & {gold.brackets, stated.brackets}):
             return False
         return self._ordered(gold.items, stated.items)
+
+    def _covers(self, some: Sequence[Value], others: Sequence[Value]) -> bool:
+        """Whether each of the others is among some: of sets that name an element twice."""
+        if len(some) * len(others) > MAX_PAIRS:
+            raise TooComplexError(f"sets of {len(some)} and {len(others)} elements, some of them twice")
+        return all(any(self.matches(one, other) for one in some) for other in others)
+
+    def _ratio(self, gold: Group, stated: Value) -> bool:
+        """3:4 is 6:8 and, of two numbers, 3/4. A time of the day is that time only."""
+        if isinstance(stated, Quantity):
+            return not _is_clock(gold) and (node := _quotient(gold)) is not None and self._same_ratio(node, stated)
+        if not isinstance(stated, Group) or stated.brackets != "::" or len(gold.items) != len(stated.items):
+            return False
+        if _is_clock(gold):
+            return gold.name in ("", stated.name) and self._ordered(gold.items, stated.items)
+        if self._ordered(gold.items, stated.items):
+            return True
+        firsts = (gold.items[0], stated.items[0])
+        pairs = [
+            [Node("div", "", (item.node, first.node)) for item in group.items if isinstance(item, Quantity)]
+            for group, first in zip((gold, stated), firsts, strict=True)
+            if isinstance(first, Quantity)
+        ]
+        return len(pairs) == 2 and all(self._same_ratio(a, Quantity(b, "")) for a, b in zip(*pairs, strict=True))
+
+    def _same_ratio(self, gold: Node, stated: Quantity) -> bool:
+        try:
+            return not stated.unit and stated.base is None and equal(gold, stated.node) is True
+        except NotMathError:
+            return False
 
     def _ordered(self, gold: Sequence[Value], stated: Sequence[Value]) -> bool:
         return len(gold) == len(stated) and all(self.matches(a, b) for a, b in zip(gold, stated, strict=True))
@@ -285,6 +331,10 @@ class Matcher:
     def _matrix(self, gold: Matrix, stated: Value) -> bool:
         if isinstance(stated, Group) and stated.brackets == "()" and len(gold.rows[0]) == 1:
             return self._ordered([row[0] for row in gold.rows], stated.items)
+        if isinstance(stated, Group) and stated.brackets == "[]":  # [[1, 2], [3, 4]]
+            rows = [row.items for row in stated.items if isinstance(row, Group) and row.brackets == "[]"]
+            same = len(rows) == len(stated.items) == len(gold.rows)
+            return same and all(self._ordered(a, b) for a, b in zip(gold.rows, rows, strict=True))
         if not isinstance(stated, Matrix) or len(gold.rows) != len(stated.rows):
             return False
         return all(self._ordered(a, b) for a, b in zip(gold.rows, stated.rows, strict=True))
@@ -327,6 +377,46 @@ def _values_by_name(stated: Group) -> list[Value] | None:
     if stated.brackets or len(named) != len(stated.items) or len({item.name for item in named}) != len(named):
         return None
     return [item.value for item in sorted(named, key=lambda item: item.name)]
+
+
+def _is_asked_for(left: Node) -> bool:
+    r"""Whether the left side of an equation is what a question may ask for: `m + n`, `|AB|`, `\cos A`. An equation in one
+    unknown, `2x = 10`, is one to be solved.
+    """
+    symbols = symbols_of(left)
+    if left.kind == "fn" and FAMILY.get(str(left.value)) == "trigonometry":
+        return bool(symbols)
+    if (left.kind, left.value) == ("fn", "abs") and left.args[0].kind == "sym":
+        return symbols.pop().isupper()  # the size of a set, a determinant
+    return len(symbols) > 1
+
+
+def _is_closed_form(node: Node) -> bool:
+    """Whether an operation stands for a formula that has no other, such as a binomial coefficient of a symbol."""
+    return FAMILY.get(str(node.value)) == "counting" and bool(symbols_of(node))
+
+
+def _with_arguments(left: Node, stated: Assignment) -> Value:
+    """What `f(t) = t^2` says of `f(x)`: the stated value with the names of the right answer's arguments."""
+    ours, theirs = [[str(a.value) for a in n.args] if n.kind == "fn" else [] for n in (left, stated.left)]
+    if ours == theirs or not ours or not theirs:
+        return stated.value
+    free = symbols_of(stated.value.node) - set(theirs) if isinstance(stated.value, Quantity) else set(ours)
+    if len(ours) != len(theirs) or len(set(theirs)) != len(theirs) or free & set(ours):
+        return Words("")
+    assert isinstance(stated.value, Quantity)
+    return Quantity(_rename(stated.value.node, dict(zip(theirs, ours, strict=True))), "", stated.value.unit)
+
+
+def _is_clock(group: Group) -> bool:
+    """Whether `10:30` is written as a time is, with two digits after each colon."""
+    texts = [item.text if isinstance(item, Quantity) else "" for item in group.items]
+    return bool(group.name) or all(len(text) == 2 and text.isdigit() for text in texts[1:])
+
+
+def _quotient(ratio: Group) -> Node | None:
+    nodes = tuple(item.node for item in ratio.items if isinstance(item, Quantity))
+    return Node("div", "", nodes) if len(nodes) == len(ratio.items) == 2 else None
 
 
 def _rename(node: Node, names: dict[str, str]) -> Node:

@@ -35,6 +35,12 @@ GREEK = word_set(
 )
 CONSTANTS = {"pi": "pi", "infty": "oo", "infinity": "oo", "inf": "oo"}
 
+_GREEK_LETTERS = "αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΣΥΦΨΩ"
+_GREEK_NAMES = re.findall(
+    r"\w+",
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
+    "Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega",
+)
 _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("−–—‒‐‑﹣-﹘", "-"),
@@ -58,7 +64,12 @@ _CHARACTERS = str.maketrans(
             "∞": r"\infty ",
             "π": r"\pi ",
             "√": r"\sqrt ",
+            "∛": r"\sqrt[3] ",
+            "∜": r"\sqrt[4] ",
+            "∴": " ",
+            "∖": r"\setminus ",
         },
+        **{letter: f"\\{name} " for letter, name in zip(_GREEK_LETTERS, _GREEK_NAMES, strict=True)},
         **{"∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\R ", "ℤ": r"\Z ", "±": r"\pm "},
         **{
             "∀": r"\forall ",
@@ -76,14 +87,21 @@ _CHARACTERS = str.maketrans(
         "\u2008": " ",
     }
 )
-_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ⁽⁾", "0123456789+-ni()")
-_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n")
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ⁽⁾ˣʸᵏᵐᵗ", "0123456789+-ni()xykmt")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋ₙᵢⱼₖₘ", "0123456789+-nijkm")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
+_ROOT = re.compile(r"([√∛∜])\s*(\d+(?:\.\d+)?)")  # of a whole number; after a command LaTeX takes one digit
 _SPACES = re.compile(
     r"\\[,;:!> ]|\\(?:quad|qquad|thinspace|medspace|enspace|hfill|displaystyle|textstyle|limits|nolimits|nobreak|left|right"
-    r"|[bB]igg?[lrm]?|middle|mathstrut|boxed|fbox|bf|rm|it|strut|tiny|small|normalsize|large|Large|LARGE|huge|Huge|vec|overrightarrow)(?![A-Za-z])|~"
+    r"|[bB]igg?[lrm]?|middle|mathstrut|boxed|fbox|bf|rm|it|strut|tiny|small|normalsize|large|Large|LARGE|huge|Huge|vec|overrightarrow|underline|ensuremath|therefore|newline)(?![A-Za-z])|~"
 )
-_COLOURS = re.compile(r"\\(?:text)?color ?\{\w+\}|\\[hv]?phantom ?\{[^{}]*\}")
+_COLOURS = re.compile(
+    r"\\(?:(?:text)?color(?:box)?|fcolorbox ?\{\w+\}) ?\{\w+\}|\\[hv]?phantom ?\{[^{}]*\}|\\[hv]space\*? ?\{[^{}]*\}"
+)
+_OLD_FRACTION = re.compile(r"\{([^{}]*)\\(over|choose)(?![A-Za-z])([^{}]*)\}")
+_PERIOD = re.compile(r"((?<=[\d.])(?:\\(?:bar|dot) ?\{?\d+\}?)+)")  # dots over digits
+_TIMES_TEN = re.compile(r"(?<=\d) ?[xX] ?(?=10 ?\^)")
+_APOSTROPHES = re.compile(r"(?<![\d'])\d{1,3}(?:'\d{3})+(?![\d'])")
 _SAME = {
     **dict.fromkeys(("dfrac", "tfrac", "cfrac", "sfrac", "nicefrac"), r"\frac "),
     **dict.fromkeys(("dbinom", "tbinom"), r"\binom "),
@@ -111,15 +129,20 @@ _SAME = {
     **dict.fromkeys(("Re",), r"\Re "),
     **dict.fromkeys(("simeq", "thickapprox"), r"\approx "),
     **dict.fromkeys(("rightarrow", "longrightarrow"), r"\to "),
+    **dict.fromkeys(("backslash", "smallsetminus"), r"\setminus "),
+    **dict.fromkeys(("intercal", "top"), "T"),
 }
+_OLD = {"over": "frac", "choose": "binom"}
 _COMMAND = re.compile(r"\\([A-Za-z]+) ?")
 _FONT = re.compile(
     r"\\(text|textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|emph|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|operatorname)"
     r"\*? ?\{((?:[\^_] ?\{[^{}\\]*\}|[^{}])*)\}"
 )
+_COUNTED = re.compile(r"(-?\d[\d,]*(?:\.\d+)?) ((?!(?:or|and|to|of|in|base|x) )[A-Za-z ]+)")  # `5 hours`
 _UNIT_LETTERS = word_set("m g L s h J N W V K C A l t")  # in an upright font
 _BLACKBOARD = re.compile(r"\\math(?:bb|bf|cal) ?\{? ?([RZQNC])(?![A-Za-z]) ?\}?")
-_JOINED_DIGITS = re.compile(r"(?<=\d)(?:\{,\}|,? ?\\[!,;: ](?: ?\\[!,;: ])*|_(?=\d{3}(?!\d)))[ ]?(?=\d{3}(?!\d))")
+# Beside a comma only the negative space joins: `100,\; 200` are two numbers.
+_JOINED_DIGITS = re.compile(r"(?<=\d)(?:\{,\}|, ?\\!|\\[!,;: ](?: ?\\[!,;: ])*|_(?=\d{3}(?!\d)))[ ]?(?=\d{3}(?!\d))")
 
 
 class NotMathError(ValueError):
@@ -142,8 +165,13 @@ def normalise(text: str) -> str:
         text = _ascii(text)
     text = text.replace("\r", " ").replace("\n", " ")
     text = text.replace("{,}", r"\!").replace("...", r"\ldots ")
+    text = re.sub(r"(?<![\\A-Za-z^_])\{ ?([-+]) ?\}", r"\1", text)
+    text = _TIMES_TEN.sub("*", _APOSTROPHES.sub(lambda match: match[0].replace("'", ""), text))
     if "\\" not in text:
-        return re.sub(" +", " ", text.replace("$", " ")).strip()
+        return re.sub(" +", " ", text.replace("$", " ").replace("~", " ")).strip()
+    text = re.sub(r"(?<!\\)\\$", " ", text)
+    if "\\begin" not in text:
+        text = re.sub(r"\\\\(?=[A-Za-z]{2})", r"\\", text)  # escaped twice: no row can end here
     text = re.sub(r"\\\\(?:\[[^\]]*\])?", " \\\\cr ", text)  # rows of a matrix
     text = text.replace(r"\$", r"\dollar ").replace("$", " ")
     text = re.sub(r"\\[()\[\]]", " ", text)
@@ -151,6 +179,8 @@ def normalise(text: str) -> str:
     text = re.sub(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])", r"\\degree ", text)
     text = _COLOURS.sub(" ", text)
     text = _SPACES.sub(" ", text)
+    text = _OLD_FRACTION.sub(lambda match: rf"\{_OLD[match[2]]} {{{match[1]}}}{{{match[3]}}}", text)
+    text = _PERIOD.sub(lambda match: rf"\overline{{{re.sub('[^0-9]', '', match[1])}}}", text)
     text = _BLACKBOARD.sub(r"\\\1 ", text)
     for _ in range(4):  # fonts inside fonts
         changed = _FONT.sub(_plain_font, text)
@@ -162,9 +192,10 @@ def normalise(text: str) -> str:
 
 
 def _ascii(text: str) -> str:
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ⁽⁾]+", lambda match: "^{" + match[0].translate(_RAISED) + "}", text)
-    text = re.sub("[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+", lambda match: "_{" + match[0].translate(_LOWERED) + "}", text)
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ⁽⁾ˣʸᵏᵐᵗ]+", lambda match: "^{" + match[0].translate(_RAISED) + "}", text)
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉₊₋ₙᵢⱼₖₘ]+", lambda match: "_{" + match[0].translate(_LOWERED) + "}", text)
     text = _VULGAR.sub(_vulgar, text)
+    text = _ROOT.sub(r"\1{\2}", text)
     text = text.translate(_CHARACTERS)
     text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
     return unicodedata.normalize("NFKC", text).translate(_CHARACTERS)
@@ -186,6 +217,11 @@ def _plain_font(match: re.Match[str]) -> str:
     is_symbol = font.startswith("math") or font in ("boldsymbol", "bm")
     if is_symbol and not re.search("[A-Za-z]{2}", bare) and bare not in _UNIT_LETTERS:
         return f" {bare} "
+    if re.fullmatch(r"(?:US ?)?\\dollar", bare):
+        return " \\dollar "
+    counted = _COUNTED.fullmatch(bare)
+    if counted:
+        return f" {counted[1]} \\text {{{counted[2]}}}"
     return "\\text {" + re.sub(r"[\\{}]", " ", inside) + "}"
 
 
@@ -200,8 +236,8 @@ class Token:
     end: int = 0
 
 
-# `2e-1` is 2 e - 1: an exponent of ten has a mantissa with a point, a capital E, a plus, or is not as small as that.
-_NO_EXPONENT = re.compile(r"(?<![\d.])(\d+)(e-?[0-3](?!\d))")
+# `2e-1` is 2 e - 1: a negative exponent of ten has a mantissa with a point, a capital E, or is not as small as that.
+_NO_EXPONENT = re.compile(r"(?<![\d.])(\d+)(e-[0-3](?!\d))")
 _TOKEN = re.compile(
     r"(?P<space> *)(?:"
     r"(?P<num>\d+(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?![\d.]))?|\.\d+)"

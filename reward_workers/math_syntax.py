@@ -39,6 +39,9 @@ class Node:
 
 
 OPEN = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
+_ROUNDED = {"lfloor": "floor", "lceil": "ceil"}
+_OF_SETS = word_set("max min gcd lcm")
+_INVERTED = word_set("sin cos tan cot")  # of which ^{-1} is the inverse
 # Words of three letters and more are text, not products of symbols, unless they are in order, as in `abc` and `xyz`.
 _PRODUCT = re.compile(r"[A-Za-z]{1,2}|abc|abcd|xyz|bcd|rst|pqr|mnp|abx|aby|acx|bcx")
 _NOT_PRODUCTS = word_set("no or of on if is it in at an am as by to we do be he me my so up us go and not yes")
@@ -162,6 +165,9 @@ class _Parser:
                 "pm",
                 "mp",
                 "approx",
+                "setminus",
+                "rfloor",
+                "rceil",
             )
         return token.kind in ("num", "word") or (token.kind == "op" and token.text in ("(", "[", "{"))
 
@@ -341,6 +347,12 @@ class _Parser:
             return self.root(depth)
         if name in CONSTANTS:
             return self.node("const", CONSTANTS[name])
+        if name in _ROUNDED:
+            inner = self.sum(depth + 1)
+            if self.letters or not self.is_cmd(f"r{name[1:]}"):
+                raise NotMathError(f"\\{name} without its end")
+            self.at += 1
+            return self.node("fn", _ROUNDED[name], inner)
         if name in FUNCTIONS:
             return self.function(name, depth)
         if name in GREEK:
@@ -364,19 +376,22 @@ class _Parser:
                 exponent = self.exponent(depth + 1)
             else:
                 base = self.argument(depth)
-        if self.is_op("("):
+        if self.is_op("(") or (name in _OF_SETS and self.is_op("\\{")):
+            closing = OPEN[self.tokens[self.at].text]
             self.at += 1
             arguments = [self.sum(depth + 1)]
             while self.is_op(","):
                 self.at += 1
                 arguments.append(self.sum(depth + 1))
-            self.expect(")")
+            self.expect(closing)
         else:
             arguments = [self.bare_argument(depth + 1)]
         if base is not None:
             arguments.append(base)
         if exponent is not None and exponent.kind == "neg":
-            raise NotMathError("an inverse function or a reciprocal")
+            if name not in _INVERTED or exponent.args[0] != Node("num", Fraction(1)):
+                raise NotMathError("an inverse function or a reciprocal")
+            name, exponent = f"arc{name}", None
         applied = self.node("fn", {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}.get(name, name), *arguments)
         return applied if exponent is None else self.node("pow", "", applied, exponent)
 

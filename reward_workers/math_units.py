@@ -12,17 +12,17 @@ _SPELLINGS = {
     "deg": "degree degrees deg degs",
     "rad": "radian radians rad rads",
     "dollar": "dollars dollar usd us bucks",
-    "cent": "cents cent",
+    "cent": "cents cent ¢",
     "euro": "euros euro eur €",
     "pound": "pounds pound gbp £",
     "yen": "yen jpy ¥",
-    "rupee": "rupees rupee rs inr",
+    "rupee": "rupees rupee rs inr ₹",
     "m": "m meter meters metre metres",
     "cm": "cm centimeter centimeters centimetre centimetres",
     "mm": "mm millimeter millimeters millimetre millimetres",
     "km": "km kilometer kilometers kilometre kilometres kms",
     "nm": "nm nanometer nanometers",
-    "in": "inch inches",
+    "in": "in inch inches",
     "ft": "ft foot feet",
     "yd": "yd yard yards yds",
     "mi": "mi mile miles",
@@ -62,7 +62,7 @@ _SPELLINGS = {
 _NAMES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _STOP = word_set(
     "is are was were be or and not no maybe perhaps possibly if when where for then so but either "
-    "because since thus hence equals than"
+    "because since thus hence equals than to through until versus vs mod modulo plus minus of out by"
 )
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
 MAX_WORDS = 5
@@ -70,7 +70,7 @@ MAX_WORDS = 5
 
 def is_unit(word: str) -> bool:
     """Whether a word is a unit that is known by name."""
-    return word in _NAMES or (word.lower() in _NAMES and len(word) > 2)
+    return word in _NAMES or (word.lower() in _NAMES and len(word) > 2) or word.lower() in _POWERS
 
 
 def unit_of(tokens: Sequence[Token]) -> str | None:
@@ -78,12 +78,12 @@ def unit_of(tokens: Sequence[Token]) -> str | None:
     words: list[str] = []
     for token in tokens:
         if token.kind == "text":
-            words += re.findall(r"[A-Za-z]+|[\d]+|[%€£¥^/]|\S", token.text)
+            words += re.findall(r"[A-Za-z]+|[\d]+|[%€£¥₹¢^/]|\S", token.text)
         elif token.text not in ("{", "}", "."):
             words.append(token.text)
     parts: list[str] = []
     power = ""
-    for word in words:
+    for place, word in enumerate(words):
         lower = word.lower()
         if word in ("^", "*", ",", "(", ")") or (word in ("cdot", "C", "F") and parts[-1:] == ["deg"]):
             if word in ("C", "F"):
@@ -96,12 +96,12 @@ def unit_of(tokens: Sequence[Token]) -> str | None:
             else:
                 power = _POWERS[lower]
         elif word.isdigit() or (word == "-" and parts):
-            if not parts or len(word) > 1:
-                return None
+            if not parts or len(word) > 1 or parts[-1] == "%" or (parts[-1] == "in" and words[place - 1] != "^"):
+                return None  # `1 in 6` is no unit
             parts[-1] += f"^{word}" if word != "1" else ""
-        elif lower in _STOP or not re.fullmatch(r"[A-Za-z]+|\\?%|[€£¥'-]", word):
+        elif lower in _STOP or not re.fullmatch(r"[A-Za-z]+|\\?%|[€£¥₹¢'.-]", word):
             return None
-        elif word in ("'", "-"):
+        elif word in ("'", "-", "."):
             continue
         else:
             name = _NAMES.get(word) or _NAMES.get(lower) or (lower.removesuffix("s") if len(lower) > 3 else lower)

@@ -51,7 +51,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Assignment:
-    """`x = 5`, `f(x) = x^2`. The node of the left side serves where the whole is an equation."""
+    """`x = 5`, `f(x) = x^2`, `Area = 12`. The node of the left side serves where the whole is an equation."""
 
     name: str
     left: Node
@@ -60,11 +60,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Relation:
-    """`left` and `right` stand in a relation: one of = < > leq geq neq."""
+    """`left` and `right` stand in a relation: one of = < > leq geq neq. `value` is the right side of `=` as it was read."""
 
     sign: str
     left: Node
     right: Node
+    value: Quantity | None = None
 
 
 @dataclass(frozen=True)
@@ -94,29 +95,3 @@ def name_of(node: Node) -> str | None:
 
 def symbols_of(node: Node) -> set[str]:
     return {str(n.value) for n in walk(node) if n.kind == "sym"}
-
-
-def interval(low: Node | None, high: Node | None, low_closed: bool, high_closed: bool) -> Interval:
-    """From low to high, where either may be infinite."""
-    if low is not None and low.kind == "neg" and low.args[0] == Node("const", "oo"):
-        low = None
-    if high == Node("const", "oo"):
-        high = None
-    return Interval(low, high, low_closed and low is not None, high_closed and high is not None)
-
-
-def region_of(value: Value) -> Region | None:
-    """A value as a union of intervals: an interval in brackets, or a set of numbers; None if it is neither."""
-    if isinstance(value, Region):
-        return value
-    if not isinstance(value, Group):
-        return None
-    quantities = [item for item in value.items if isinstance(item, Quantity) and not item.unit]
-    if len(quantities) != len(value.items):
-        return None
-    if value.brackets == "{}":
-        return Region(tuple(Interval(q.node, q.node, True, True) for q in quantities), value.name)
-    if len(quantities) == 2 and value.brackets:
-        low, high = (q.node for q in quantities)
-        return Region((interval(low, high, value.brackets[0] == "[", value.brackets[1] == "]"),), value.name)
-    return None

@@ -1,7 +1,7 @@
 """JSON read strictly: a text that is not one clear value is an error, never a guess.
 
 Contract, beyond what Python's `json` refuses by itself:
-- No NaN or Infinity in any spelling, and no number that overflows to infinity (`1e999`).
+- No NaN or Infinity in any spelling, and no number that overflows to infinity (`1e999`) or vanishes (`1e-999` is not 0).
 - No key twice in one object: which of the values would count is a matter of luck.
 - No half of a surrogate pair: such a string can't be written down as UTF-8.
 - At most MAX_CHARACTERS long and MAX_DEPTH deep, so that everything that walks a value ends soon.
@@ -25,7 +25,7 @@ FENCE_POLICIES = ("allow", "require", "refuse")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _FENCE_START = re.compile(r"```(?:json)?[ \t]*\r?\n", re.IGNORECASE)
 _FENCE_END = "```"
-_OBJECT_START = re.compile(r'\{[ \t\n\r]*["}]')
+_OBJECT_START = re.compile(r'(\[[ \t\n\r]*)?(\{[ \t\n\r]*["}])')
 
 
 class StrictJsonError(ValueError):
@@ -69,8 +69,8 @@ def only_object(text: str, *, repeats: bool = True) -> dict[str, Any]:
     """The JSON object within a reply that may hold other text as well, or (`repeats`) the same one several times.
 
     Braces that don't begin as an object does are other text; one that does and is not whole is an error, so that a part
-    of a cut-off object is never taken for the answer. Raises StrictJsonError, also for no object and for objects that
-    differ.
+    of a cut-off object is never taken for the answer. Nor is a part of a list. Raises StrictJsonError, also for no object
+    and for objects that differ.
     """
     values = objects_in(text)
     if not values:
@@ -83,9 +83,22 @@ def objects_in(text: str) -> list[dict[str, Any]]:
     values: list[dict[str, Any]] = []
     position = 0
     while start := _OBJECT_START.search(text, position):
-        value, position = _decode(text, start.start())
+        if start[1]:
+            _refuse_list(text, start.start())
+        value, position = _decode(text, start.start(2))
         values.append(value)
     return values
+
+
+def _refuse_list(text: str, start: int) -> None:
+    """Raises StrictJsonError if a JSON list begins here. Other text may stand in brackets, an object among it."""
+    try:
+        _decode(text, start)
+    except StrictJsonError:
+        return
+    raise StrictJsonError(
+        f"a list of objects where one object is expected, at character {start}: {_shown(text, start)}"
+    )
 
 
 def after_thought(text: str) -> str | None:
@@ -158,6 +171,8 @@ def _float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise StrictJsonError(f"the number {text[:40]} is too large")
+    if not number and re.search("[1-9]", text.lower().partition("e")[0]):
+        raise StrictJsonError(f"the number {text[:40]} is too small")
     return number
 
 

@@ -20,7 +20,8 @@ from fractions import Fraction
 from typing import Any
 
 from reward_workers import strict_json
-from reward_workers.function import rows_checked_by
+from reward_workers.function import gold_written_by, rows_checked_by
+from reward_workers.json_example import example
 from reward_workers.json_schema import Schema, SchemaError
 from reward_workers.strict_json import StrictJsonError
 from rollout_workers.trajectory import RewardResult, Status
@@ -48,7 +49,19 @@ def check_json_row(
     _gold(schema, answer, formats)
 
 
+def write_json_answer(schema: Any, answer: Any = None, fence: str = "allow", formats: bool = True) -> str | None:
+    """The gold answer, or without one a value that satisfies the schema, where one is found easily."""
+    checked, gold = _gold(schema, answer, formats)
+    if gold is NO_GOLD:
+        gold = example(strict_json.loads(_json_text(schema)))
+        if gold is None or checked.problem(gold) is not None:
+            return None
+    text = json.dumps(gold, ensure_ascii=False)
+    return f"```json\n{text}\n```" if fence == "require" else text
+
+
 @rows_checked_by(check_json_row)
+@gold_written_by(write_json_answer)
 def grade_json(
     completion: str,
     schema: Any,
@@ -119,7 +132,19 @@ def check_tags(tags: Sequence[str] = ("think", "answer"), may_be_empty: Sequence
         raise ValueError(f"may_be_empty={sorted(unknown)}: not among tags={list(tags)}")
 
 
+def write_tags(
+    tags: Sequence[str] = ("think", "answer"), prompt_tail: str = "", text_after: bool = False, answer: Any = "Done."
+) -> str | None:
+    """The tags in order, the row's `answer` in the last one or after it; None where the prompt's tail does not begin so."""
+    check_tags(tags)
+    inside = [*["One step after the other."] * (len(tags) - 1), "Done." if text_after else str(answer)]
+    text = "\n".join(f"<{name}>\n{content}\n</{name}>" for name, content in zip(tags, inside, strict=True))
+    text += f"\n{answer}" if text_after else ""
+    return text.removeprefix(prompt_tail) if text.startswith(prompt_tail) else None
+
+
 @rows_checked_by(check_tags)
+@gold_written_by(write_tags)
 def grade_tags(
     completion: str,
     *,

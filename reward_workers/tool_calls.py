@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from reward_workers import strict_json
-from reward_workers.function import rows_checked_by
+from reward_workers.function import gold_written_by, rows_checked_by
+from reward_workers.json_example import example
 from reward_workers.json_schema import Schema, SchemaError
 from reward_workers.strict_json import StrictJsonError
 from rollout_workers.trajectory import Message, RewardResult, Status, Trajectory
@@ -59,7 +60,7 @@ def read_tool_call(call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) 
     given = function.get("arguments")
     try:
         arguments = strict_json.loads(given if isinstance(given, str) else json.dumps(given))
-    except StrictJsonError as error:
+    except (StrictJsonError, TypeError, RecursionError) as error:  # a TypeError: a value that JSON does not have
         raise ToolCallError(call_id, f"the arguments of {name} are no JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise ToolCallError(call_id, f"the arguments of {name} must be a JSON object")
@@ -73,7 +74,19 @@ def check_tools(tools: Any) -> None:
     _schemas(json.dumps(_listed(tools)))
 
 
+def write_tool_calls(tools: Any, least_calls: int = 1) -> Message | None:
+    """An assistant message that calls the first tool for which arguments are found easily, as often as is asked for."""
+    for tool in _listed(tools):
+        parameters = tool["function"].get("parameters") or NO_PARAMETERS
+        if isinstance(arguments := example(parameters), dict):
+            function = {"name": tool["function"]["name"], "arguments": json.dumps(arguments)}
+            calls = [{"id": f"call-{i}", "type": "function", "function": function} for i in range(max(1, least_calls))]
+            return {"role": "assistant", "content": "", "tool_calls": calls}
+    return None
+
+
 @rows_checked_by(check_tools)
+@gold_written_by(write_tool_calls)
 def grade_tool_calls(trajectory: Trajectory, tools: Any, *, least_calls: int = 1) -> RewardResult:
     """Reward function: 1 if every tool call that the policy made is whole and fits its tool, else 0.
 

@@ -91,6 +91,32 @@ def test_names_and_values_that_look_like_keywords() -> None:
     assert valid({"enum": [{"$ref": "#/nowhere"}, {"format": "iri"}]}, {"format": "iri"})
 
 
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        ("^a$", "a", "a\n"),  # `$` is the end, not the place before a last line break
+        (r"^\d+$", "12", "\u0661\u0662"),
+        (r"^[$]\$$", "$$", "$$\n"),
+        (r"(?i)^abc$", "ABC", "ABC\n"),
+        ("b", "abc", "ac"),
+    ],
+)
+def test_patterns_are_read_as_ecma_262(pattern: str, good: str, bad: str) -> None:
+    schema = Schema({"pattern": pattern, "patternProperties": {pattern: {}}, "additionalProperties": False})
+    assert schema.problem(good) is None
+    assert schema.problem(bad) is not None
+    assert schema.problem({good: 1}) is None
+    assert schema.problem({bad: 1}) is not None
+
+
+def test_a_shared_pattern_is_read_once_and_the_given_schema_stays_as_it_is() -> None:
+    given = {"$defs": {"p": {"pattern": "^a$"}}, "properties": {k: {"$ref": "#/$defs/p"} for k in "uv"}}
+    schema = Schema(given)
+    assert schema.problem({"u": "a", "v": "a"}) is None
+    assert schema.problem({"v": "a\n"}) is not None
+    assert given["$defs"] == {"p": {"pattern": "^a$"}}
+
+
 def test_multiples_are_counted_in_decimals() -> None:
     assert valid({"multipleOf": 0.01}, 19.99)
     assert valid({"multipleOf": 0.1}, 0.3)

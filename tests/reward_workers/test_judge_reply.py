@@ -79,6 +79,10 @@ class TestScores:
             f"Here you are:\n```json\n{listed(*WHOLE)}\n```\nDone {{really}}.",
             f'<think>maybe {listed(*WHOLE[::-1][:2])} or "so {{ </think>{listed(*WHOLE)}',
             listed(*WHOLE) + "\nOnce more: " + listed(*WHOLE[::-1]),
+            "\n".join(map(json.dumps, WHOLE)),
+            json.dumps({"Scores": [{"ID": e["id"], "Score": e["score"]} for e in WHOLE]}),
+            json.dumps([{**e, "grade": "B", "rating": e["score"]} for e in WHOLE]),
+            f"<think>a</think>\n<think>b {listed(*WHOLE[::-1][:1])}</think>{listed(*WHOLE)}",
             listed(*WHOLE) + ' The form was {"scores": [{"id": "...", "score": 0.5}]}',
         ],
     )
@@ -102,6 +106,8 @@ class TestScores:
             (json.dumps([0.0, 0.25, 0.5]), "no attempt None"),
             (listed(*WHOLE[:2], {"id": "lmnp"}), "lmnp has no score"),
             (listed(*WHOLE[:2], {"id": "lmnp", "score": 7}), "lmnp: the score 7 is out of range"),
+            (listed(*WHOLE[:2], {"id": "lmnp", "score": 0.5, "rating": 0.75}), "lmnp has several scores that differ"),
+            ("\n".join(map(json.dumps, [*WHOLE, WHOLE[0]])), "expected|missing|two scores"),
             (listed(*WHOLE).replace("0.25", "NaN"), "expected|no attempt|missing"),
             ("[" * 100_000, "no JSON"),
             ('{"a": ' * 5_000, "no JSON"),
@@ -126,7 +132,17 @@ class TestBetter:
         assert read_better('<think>{"better": "ghjk"}</think>{"winner": "bcdf"}', NAMES[:2]) == "bcdf"
         assert read_better('{"better": "tie"}', NAMES[:2]) == TIE
 
-    @pytest.mark.parametrize("reply", ['{"better": true}', '{"better": "the first"}', "bcdf", '{"best": "bcdf"}', "[]"])
+    @pytest.mark.parametrize(
+        "reply",
+        [
+            '{"better": true}',
+            '{"better": "bcdf", "winner": "ghjk"}',
+            '{"better": "the first"}',
+            "bcdf",
+            '{"best": "bcdf"}',
+            "[]",
+        ],
+    )
     def test_is_nothing_else(self, reply: str) -> None:
         with pytest.raises(ReplyError):
             read_better(reply, NAMES[:2])

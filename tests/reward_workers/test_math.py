@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -251,6 +253,17 @@ HOSTILE = {
     "exponent": r"\boxed{1e9999}",
     "root": "\\boxed{\\sqrt{" + "7" * 3_000 + "}}",
     "binomial": r"\boxed{\binom{10^9}{5\cdot 10^8}}",
+    "choose": r"\boxed{\binom{(a+b+c)^{20}}{8}}",
+    "points": "\\boxed{\\mathbb{R}\\setminus\\{" + ",".join(map(str, range(900))) + "\\}}",
+    "union": "\\boxed{" + r"(0,1)\cup" * 900 + "(1,2)}",
+    "unequal": "\\boxed{" + r"x\neq 1," * 900 + "}",
+    "reversed": "\\boxed{]" + "," * 9_000 + "[}",
+    "floors": "\\boxed{" + r"\lfloor " * 58 + "8" + r"\rfloor " * 58 + "}",
+    "words": "\\boxed{" + "one " * 2_000 + "}",
+    "ratio": "\\boxed{1" + ":2" * 4_000 + "}",
+    "italics": "_a_" * 100_000,
+    "sentence": "<answer>" + "She " * 100_000 + "has 7</answer>",
+    "Chinese": "答案是" * 100_000,
 }
 
 
@@ -258,9 +271,7 @@ HOSTILE = {
 @pytest.mark.parametrize("answer", ["7", "x^2+1", r"\{1, 2\}", "(1, 2)", "Monday", "A", r"\frac{\sqrt{2}}{3}"])
 def test_hostile_text_is_judged_in_bounded_time(name: str, answer: str) -> None:
     start = time.monotonic()
-    assert value(HOSTILE[name], answer, allow_unevaluated=True) == float(
-        name in ("braces",) and answer == "7" and False
-    )
+    assert value(HOSTILE[name], answer, allow_unevaluated=True) == 0
     assert time.monotonic() - start < 10
 
 
@@ -333,6 +344,13 @@ def test_any_notation_gets_a_verdict_or_a_status(stated: list[str], gold: list[s
 
 class TestGold:
     @pytest.mark.parametrize(
+        "answer",
+        ["\\text{}", r"\left(", r"\quad", r"\pm", "<answer></answer>", "nan", 7 + 0j, b"7", {}],
+    )
+    def test_that_states_nothing_is_a_status(self, answer: Any) -> None:
+        assert grade_math(r"\boxed{7}", answer).status is Status.UNPARSEABLE_ANSWER
+
+    @pytest.mark.parametrize(
         "answer", ["", "  ", "???", r"\frac{1}{", r"\boxed{7", r"\frac", "{1", "1}", None, True, [7], float("nan")]
     )
     def test_that_cannot_be_read_is_a_status(self, answer: Any) -> None:
@@ -346,6 +364,29 @@ class TestGold:
     def test_may_come_as_data_sets_write_it(self, answer: Any) -> None:
         assert value(r"\boxed{7}", answer) == 1
         assert value(r"\boxed{8}", answer) == 0
+
+    @pytest.mark.parametrize(
+        ("completion", "answer"),
+        [
+            ("0.5", 0.5),
+            ("-7", -7),
+            ("12345678901234567890", 12345678901234567890),
+            ("1e-7", 1e-7),
+            ("1e22", 1e22),
+            ("0.30000000000000004", 0.1 + 0.2),
+            ("7", np.int64(7)),
+            ("0.5", np.float32(0.5)),
+            ("1/3", Fraction(1, 3)),
+            ("2.50", Decimal("2.5")),
+        ],
+    )
+    def test_may_be_any_kind_of_number(self, completion: str, answer: Any) -> None:
+        assert value(f"\\boxed{{{completion}}}", answer) == 1
+        assert value("\\boxed{77}", answer) == 0
+
+    def test_counts_however_long_where_it_is_written_the_same(self) -> None:
+        assert value("\\boxed{" + "1" * 20_000 + "}", "1" * 20_000) == 1
+        assert value("\\boxed{" + "1" * 20_000 + "}", "1" * 19_999 + "2") == 0
 
     def test_does_not_change_what_is_found(self) -> None:
         text = "The answer is 5. No: \\boxed{7}"

@@ -46,6 +46,8 @@ class TestLoads:
             ("-Infinity", "-Infinity is not JSON"),
             ("1e999", "1e999 is too large"),
             ('{"a": {"b": -1E400}}', "too large"),
+            ("1e-999", "1e-999 is too small"),
+            ("[-0.01E-400]", "too small"),
             ('{"a": 1, "a": 1}', "key 'a' twice"),
             ('{"x": {"a": 1, "\\u0061": 2}}', "key 'a' twice"),
             ('"\\ud800"', "surrogate"),
@@ -164,6 +166,18 @@ class TestOnlyObject:
     def test_no_object(self) -> None:
         with pytest.raises(StrictJsonError, match="no JSON object"):
             strict_json.only_object("The set {x} is [1, 2].")
+
+    @pytest.mark.parametrize("text", ['[{"a": 1}]', 'So: [ {"a": 1}, {"a": 1}]', '[{"a": 1}, [2]] it is'])
+    def test_a_part_of_a_list_is_not_the_answer(self, text: str) -> None:
+        with pytest.raises(StrictJsonError, match="a list of objects"):
+            strict_json.only_object(text)
+
+    @pytest.mark.parametrize("text", ['[see {"a": 1}]', '[{"a": 1} is meant]', '[1] {"a": 1}'])
+    def test_other_brackets_around_it_are_other_text(self, text: str) -> None:
+        assert strict_json.only_object(text) == {"a": 1}
+
+    def test_zeros_are_no_vanished_numbers(self) -> None:
+        assert strict_json.loads("[0e-999, -0.0, 0.000e5, 1e-300]") == [0, 0, 0, 1e-300]
 
     def test_keys_twice_are_not_passed_over(self) -> None:
         with pytest.raises(StrictJsonError, match="twice"):

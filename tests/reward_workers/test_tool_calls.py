@@ -54,7 +54,9 @@ class TestRead:
         assert (message["role"], message["tool_call_id"]) == ("tool", "call_7")
         assert "the arguments of anything are no JSON" in json.loads(message["content"])["error"]
 
-    @pytest.mark.parametrize("arguments", ["", " ", None, "null", "[]", '"{}"', "1"])
+    @pytest.mark.parametrize(
+        "arguments", ["", " ", None, "null", "[]", '"{}"', "1", b"{}", {"x": {1}}, {"x": float("nan")}]
+    )
     def test_no_arguments_are_not_empty_ones(self, arguments: Any) -> None:
         refused("anything", arguments)
         refused("now", arguments)
