@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -235,13 +236,24 @@ def reinforce_pp(
     penalty of `learner.kl.reward_penalty`. G_t = r_t + gamma G_{t+1}; A = (G - mean) / sqrt(var + eps).
     `groups` is not used.
     """
+    returns = discounted_returns(rewards, response_mask, token_rewards=token_rewards, gamma=gamma)
+    mask = response_mask.bool() & ~rewards.isnan()[:, None]
+    return whiten(returns, mask, std=std, eps=eps).to(rewards.dtype)
+
+
+def discounted_returns(
+    rewards: Tensor, response_mask: Tensor, *, token_rewards: Tensor | None = None, gamma: float = 1.0
+) -> Tensor:
+    """G_t = r_t + gamma G_{t+1}, float64 [N, T], 0 outside the mask and in unscored rows; rewards as in `reinforce_pp`."""
     mask, per_token = _token_rewards(rewards, response_mask, token_rewards)
+    if gamma == 1.0:  # of long answers the loop below is slow
+        return torch.where(mask, per_token.flip(1).cumsum(1).flip(1), 0.0)
     returns, carry = torch.zeros_like(per_token), per_token.new_zeros(len(per_token))
     for t in reversed(range(per_token.shape[1])):
         # A token that was not sampled takes no time: the return passes through it undiscounted.
         carry = torch.where(mask[:, t], per_token[:, t] + gamma * carry, carry)
         returns[:, t] = torch.where(mask[:, t], carry, 0.0)
-    return whiten(returns, mask, std=std, eps=eps).to(rewards.dtype)
+    return returns
 
 
 def gae(
@@ -289,11 +301,24 @@ def gae_and_returns(
 
 def whiten(values: Tensor, mask: Tensor, *, std: str = "sample", eps: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the masked entries; 0 outside the mask. Same shape as `values`."""
-    mask = mask.bool()
-    kept = values[mask]
-    if len(kept) <= _ddof(std):
+    kept = values[mask.bool()]
+    return whiten_by(values, mask, moments(kept), std=std, eps=eps)
+
+
+def moments(values: Tensor) -> Tensor:
+    """Count, sum and sum of squares, float64 [3]: those of parts of a batch add up to those of the batch."""
+    kept = values.double()
+    return torch.stack([torch.tensor(float(len(kept)), device=kept.device).double(), kept.sum(), kept.square().sum()])
+
+
+def whiten_by(values: Tensor, mask: Tensor, of_batch: Tensor, *, std: str = "sample", eps: float = 1e-8) -> Tensor:
+    """`whiten` by the `moments` of a larger batch that `values` are a part of."""
+    count, total, squares = of_batch.tolist()
+    if count <= _ddof(std):
         return torch.zeros_like(values)
-    return torch.where(mask, (values - kept.mean()) / (kept.var(correction=_ddof(std)) + eps).sqrt(), 0.0)
+    mean = total / count
+    variance = max(squares - count * mean * mean, 0.0) / (count - _ddof(std))
+    return torch.where(mask.bool(), (values - mean) / math.sqrt(variance + eps), 0.0)
 
 
 def at_last_token(rewards: Tensor, response_mask: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 class Row:
     """One answer as the plan knows it.
 
-    `payload` and `position` say where its trajectory is (which payload, which place in it). `token_weight` is the weight
+    `payload` and `position` say where its trajectory is (which payload, which place in it). `advantage` is its reward where
+    the objective has advantages per token (`learner.objective.TokenReturns`). `token_weight` is the weight
     of each of its sampled tokens in the loss, denominators included.
     """
 
@@ -91,12 +93,17 @@ def plan_updates(
     ranks: int,
     max_tokens: int,
     share_prefixes: bool,
+    pair_cost: float = 0.0,
 ) -> list[RankPlan]:
-    """One plan per rank. `updates[u][g]` are the trainable rows of group g in optimizer update u of an epoch."""
+    """One plan per rank. `updates[u][g]` are the trainable rows of group g in optimizer update u of an epoch.
+
+    `share_prefixes` allows a prompt to be computed once for several answers, and `pair_cost`, what it costs a token to attend
+    to another, as a share of what the token itself costs, decides where that is worth it (see `_pack`).
+    """
     per_rank: list[list[tuple[MicroBatch, ...]]] = [[] for _ in range(ranks)]
     for groups in updates:
         packed_rows = [
-            packed for group in groups for packed in _pack(group, max_tokens if share_prefixes else 0) if packed
+            packed for group in groups for packed in _pack(group, max_tokens if share_prefixes else 0, pair_cost)
         ]
         shares = [_micro_batches(share, max_tokens) for share in _balance(packed_rows, ranks)]
         count = max(1, *(len(share) for share in shares))
@@ -105,16 +112,32 @@ def plan_updates(
     return [RankPlan(tuple(plan), version, max_staleness, epochs) for plan in per_rank]
 
 
-def _pack(group: Sequence[Row], max_tokens: int) -> list[PackedRow]:
-    """Answers of one group in as few packed rows as `max_tokens` allows; one each where it allows none."""
-    packed: list[list[Row]] = []
+def _pack(group: Sequence[Row], max_tokens: int, pair_cost: float) -> list[PackedRow]:
+    """Answers of one group in those packed rows that are predicted to cost least; one each where `max_tokens` allows none.
+
+    Sharing saves the prompt's tokens and costs attention: the mask of a packed row is dense, so every token meets all others
+    of the row, while an answer of its own has a causal kernel, which does half of that.
+    """
+    apart: list[PackedRow] = [(row,) for row in group]
+    counts = itertools.takewhile(lambda count: count < len(group), (2**i for i in itertools.count()))
+    spreads = [_spread(group, count) for count in counts]
+    choices = [apart] + [packed for packed in spreads if max(map(packed_length, packed)) <= max_tokens]
+
+    def cost(packed: Sequence[PackedRow]) -> float:
+        lengths = [(packed_length(rows), 1.0 if len(rows) > 1 else 0.5) for rows in packed]
+        return sum(length + pair_cost * share * length**2 for length, share in lengths)
+
+    return min(choices, key=cost)
+
+
+def _spread(group: Sequence[Row], count: int) -> list[PackedRow]:
+    """The group in `count` packed rows of about equal length."""
+    packed: list[list[Row]] = [[] for _ in range(count)]
+    loads = [(0, number) for number in range(count)]
     for row in sorted(group, key=lambda row: -row.response_length):
-        for candidate in packed:
-            if packed_length((*candidate, row)) <= max_tokens:
-                candidate.append(row)
-                break
-        else:
-            packed.append([row])
+        load, number = loads[0]
+        packed[number].append(row)
+        heapq.heapreplace(loads, (load + row.response_length, number))
     return [tuple(sorted(rows, key=lambda row: row.index)) for rows in packed]
 
 

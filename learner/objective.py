@@ -13,6 +13,8 @@ optimised, and proximal is the denominator of the policy ratio:
   `learner.corrections.proximal_share`.
 
 With the last two the correction is the importance weight of proximal over behaviour.
+
+A selection (`learner.selection`) treats some tokens apart: their policy loss is dropped, or a penalty is added to it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 
-from learner import mismatch
+from learner import mismatch, selection
 from learner.advantages import needs
 from learner.batch import MicroBatchTensors
 from learner.corrections import interpolate_loglinear, proximal_share
@@ -33,6 +35,19 @@ PROXIMAL = ("behaviour", "recompute", "interpolate")
 # What corrections and KL estimators can ask for by the name of a keyword-only argument.
 CORRECTION_DATA = frozenset({"advantages"})  # float32 [R, L]
 KL_DATA = frozenset({"old_logprobs"})  # float32 [R, L], of the policy that wrote the tokens
+
+
+@dataclass(frozen=True)
+class TokenReturns:
+    """Advantages per token, from the answers' rewards: `learner.advantages.reinforce_pp` over the whole batch.
+
+    With a `kl_coefficient` every token is charged for what it moved away from the reference (`learner.kl.reward_penalty`).
+    """
+
+    gamma: float = 1.0
+    std: str = "sample"
+    eps: float = 1e-8
+    kl_coefficient: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,14 @@ class Objective:
     kl: Callable[..., torch.Tensor] | None = None
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
+    selection: Callable[..., torch.Tensor] | None = None
+    selection_options: Mapping[str, Any] = field(default_factory=dict)
+    returns: TokenReturns | None = None  # then a row's `advantage` is its answer's reward
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether logprobs of the frozen initial policy enter it."""
+        return self.kl is not None or (self.returns is not None and self.returns.kl_coefficient != 0)
 
 
 def micro_batch_loss(
@@ -63,13 +86,15 @@ def micro_batch_loss(
     first_pass: bool = True,
     proximal_logprobs: torch.Tensor | None = None,
     ref_logprobs: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Tally]:
     """Loss (scalar, its gradient is this micro-batch's share) and tally; tensors are float32 [R, L].
 
     `version` is the one that the batch improves, `max_staleness` the last staleness that the tally tells apart.
     `first_pass` says that no earlier forward pass of the batch saw these tokens: only then is the mismatch counted.
     `proximal_logprobs`, only with proximal `recompute`, are of before the first update; None: nothing was updated yet, so
-    they are those of this pass. A behaviour logprob that the engine could not give (NaN) counts as the learner's own.
+    they are those of this pass. `selected` bool [R, L] are the tokens that the selection marks. A behaviour logprob that the
+    engine could not give (NaN) counts as the learner's own.
     """
     mask = batch.response_mask
     current = logprobs.detach()
@@ -85,6 +110,9 @@ def micro_batch_loss(
     terms = objective.loss(logprobs, old, advantages, mask, **objective.loss_options)
     token_loss = terms.token_loss
     counted = {"tokens": mask, "entropy": entropy, "ppo_kl": old - current, "clipped": terms.clipped}
+    if objective.selection is not None and selected is not None:
+        token_loss = _treated_apart(objective, selected, token_loss, logprobs - old)
+        counted["selected"] = selected
     if objective.correction is not None:
         compared = current if objective.proximal == "behaviour" else old
         data = _wanted(objective.correction, {"advantages": advantages}, objective.correction_options)
@@ -96,6 +124,8 @@ def micro_batch_loss(
         kl = torch.where(mask, objective.kl(logprobs, ref_logprobs, **data), 0.0)
         token_loss = token_loss + objective.kl_coefficient * kl
         counted["kl_ref"] = kl.detach()
+    elif ref_logprobs is not None:  # its pull is in the advantages
+        counted["kl_ref"] = current - ref_logprobs
     if objective.entropy_coefficient:
         token_loss = token_loss - objective.entropy_coefficient * torch.where(mask, entropy, 0.0)
     token_loss = batch.token_weights * torch.where(mask, token_loss, 0.0)
@@ -109,6 +139,21 @@ def micro_batch_loss(
         staleness = (version - batch.versions[sampled]).clamp(max=max_staleness)
         tally = Tally.of(staleness, stalenesses=max_staleness + 1, sums=sums, maxima=maxima)
     return token_loss.sum(), tally
+
+
+def _treated_apart(
+    objective: Objective, selected: torch.Tensor, token_loss: torch.Tensor, log_ratio: torch.Tensor
+) -> torch.Tensor:
+    """The policy loss [R, L] with the selection's effect on the selected tokens."""
+    assert objective.selection is not None
+    if selection.EFFECT[objective.selection.__name__] == "drop":
+        return token_loss.masked_fill(selected, 0.0)
+    coefficient = {**_defaults(objective.selection), **objective.selection_options}["coefficient"]
+    return token_loss + torch.where(selected, coefficient * log_ratio.abs(), 0.0)
+
+
+def _defaults(method: Callable[..., Any]) -> Mapping[str, Any]:
+    return method.__kwdefaults__ or {}
 
 
 def _wanted(

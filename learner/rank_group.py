@@ -43,6 +43,7 @@ class LearnerGroup:
             actor.options(**option).remote(settings, rank, len(options)) for rank, option in enumerate(options)
         ]
         self.optimizer_step = 0
+        self.device_bytes = 0  # of the smallest rank's GPU or machine, once started
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -51,6 +52,7 @@ class LearnerGroup:
         """Form the process group and load the model on every rank; the number of trainable parameters."""
         rendezvous = await self._one(0, self._ranks[0].address.remote(), self._start_timeout_s)
         counts = await self._all([r.start.remote(rendezvous) for r in self._ranks], self._start_timeout_s)
+        self.device_bytes = min(await self._all([r.device_bytes.remote() for r in self._ranks], self._timeout_s))
         return counts[0]
 
     async def learn(
@@ -70,6 +72,17 @@ class LearnerGroup:
             tally.merge(Tally(report.sums, report.maxima))
         self.optimizer_step = reports[0].optimizer_step
         return reports, tally, [logprobs for _, logprobs in references]
+
+    async def score(self, plans: Sequence[RankPlan], payloads: Sequence[Any]) -> tuple[Tally, list[Any]]:
+        """One forward pass over the plans' answers, without learning: the tally of all ranks, and `learn`'s references."""
+        references = [
+            rank.score.options(num_returns=2).remote(plan, *(payloads[number] for number in plan.payloads))
+            for rank, plan in zip(self._ranks, plans, strict=True)
+        ]
+        tally = Tally()
+        for of_rank in await self._all([counted for counted, _ in references], self._timeout_s):
+            tally.merge(of_rank)
+        return tally, [logprobs for _, logprobs in references]
 
     async def export_weights(self, version: int) -> AsyncIterator[Any]:
         """References to the buckets of `version`, one by one as rank 0 has gathered them; last the Manifest itself."""
@@ -95,9 +108,9 @@ class LearnerGroup:
         async for reference in stream:
             await self._one(rank, reference, self._timeout_s)
 
-    async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Logprobs (temperature 1) of tokens 1… of each sequence under the learner's current weights."""
-        answers = await self._all([r.logprobs.remote(sequences) for r in self._ranks], self._timeout_s)
+    async def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+        """Logprobs of tokens 1… of each sequence under the learner's current weights."""
+        answers = await self._all([r.logprobs.remote(sequences, temperature) for r in self._ranks], self._timeout_s)
         return answers[0]
 
     async def perturb(self, scale: float, seed: int) -> None:

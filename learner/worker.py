@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from learner.batch import MicroBatch, MicroBatchTensors, RankPlan, build_tensors, text_tensors
+from learner.batch import MicroBatchTensors, RankPlan, build_tensors, text_tensors
 from rollout_workers.trajectory import Trajectory
 from rollout_workers.weights.bucket import Bucket, pack
 from rollout_workers.weights.manifest import Manifest, TensorRecord
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from learner.objective import Objective
     from learner.perturbation import Perturbation
     from learner.policy import PolicySettings
+    from learner.survey import Known, Survey
     from learner.tally import Tally
     from rollout_workers.weights.trainer_side import NCCLSender
 
@@ -61,14 +62,28 @@ class LearnerSettings:
 
 
 @dataclass(frozen=True)
+class SkippedUpdate:
+    """Update `number` of the batch (epochs follow one another) was left out: somewhere its gradient was not finite.
+
+    `answers` are those of this rank, by (group id, index), whose own loss or logprobs were not finite. Where no rank names
+    any, the backward pass alone overflowed.
+    """
+
+    number: int
+    answers: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
 class LearnReport:
-    """Of one rank and batch. Sums and maxima are a `learner.tally.Tally`'s; norms and rates per optimizer step."""
+    """Of one rank and batch. Sums and maxima are a `learner.tally.Tally`'s, of the answers in updates that were made;
+    norms and rates are of these, one for each."""
 
     sums: dict[str, tuple[float, ...]]
     maxima: dict[str, tuple[float, ...]]
     grad_norms: tuple[float, ...]
     learning_rates: tuple[float, ...]
-    optimizer_step: int
+    skipped: tuple[SkippedUpdate, ...]
+    optimizer_step: int  # so many updates were made since the run began
     model_tokens: int  # that went through the model, prompts and padding included
     peak_memory_bytes: int  # of the rank so far
 
@@ -90,6 +105,14 @@ def _by_answer(batch: MicroBatchTensors, logprobs: torch.Tensor) -> dict[tuple[s
     """Logprobs [R, L] of each answer's sampled tokens by (group id, index)."""
     values, sampled = logprobs.cpu().numpy(), batch.response_mask.cpu().numpy()
     return {(row.group_id, row.index): values[i][sampled[i]] for i, row in enumerate(batch.rows)}
+
+
+def _not_finite(batch: MicroBatchTensors, logprobs: torch.Tensor) -> list[tuple[str, int]]:
+    """The answers whose logprobs are not finite; all of the micro-batch where that explains nothing."""
+    bad = ~logprobs.detach().isfinite().all(1)
+    return [
+        (row.group_id, row.index) for row, its in zip(batch.rows, bad.tolist(), strict=True) if its or not bad.any()
+    ]
 
 
 class LearnerRank:
@@ -151,6 +174,14 @@ class LearnerRank:
         self._source = PolicyWeightSource(policy, zero_stage=s.zero_stage, bucket_bytes=s.bucket_bytes)
         return count
 
+    def device_bytes(self) -> int:
+        """All memory of this rank's GPU, or of its machine."""
+        import torch
+
+        if self._device.type == "cuda":
+            return torch.cuda.get_device_properties(self._device).total_memory
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
     def _deepspeed_config(self) -> dict[str, Any]:
         s = self._settings
         zero: dict[str, Any] = {"stage": s.zero_stage}
@@ -171,7 +202,7 @@ class LearnerRank:
 
     def _load_reference(self) -> torch.nn.Module | None:
         """The frozen initial policy for a KL term; a LoRA policy is its own (adapters off)."""
-        if self._settings.objective.kl is None or self._policy.is_lora:
+        if not self._settings.objective.needs_reference or self._policy.is_lora:
             return None
         from learner.policy import Policy
 
@@ -183,6 +214,8 @@ class LearnerRank:
     ) -> tuple[LearnReport, dict[tuple[str, int], np.ndarray]]:
         """Perform the plan's optimizer updates. `payloads` are in the order of `plan.payloads`.
 
+        An update whose gradient is not finite changes nothing, on any rank, and is reported as skipped.
+
         Returns the report and, apart from it because it is as large as the batch, the logprobs of each answer by (group
         id, index), float32 [sampled tokens]: of the first forward pass over it.
         """
@@ -190,69 +223,122 @@ class LearnerRank:
 
         data = dict(zip(plan.payloads, payloads, strict=True))
         tally, norms, rates = Tally(), [], []
+        skipped: list[SkippedUpdate] = []
         first_logprobs: dict[tuple[str, int], np.ndarray] = {}
-        proximal = self._proximal_logprobs(plan, data)
+        survey = self._survey(plan, data)
         tokens = 0
         for epoch, (update, micro_batches) in itertools.product(range(plan.epochs), enumerate(plan.updates)):
             rate = learning_rate(self._settings, self._optimizer_step)
+            survey.begin(update, self._optimizer_step)
+            of_update, not_finite = Tally(), []
             for number, micro_batch in enumerate(micro_batches):
-                batch = self._tensors(micro_batch, data)
+                batch, known = survey.batch((update, number)), survey.known((update, number))
                 tokens += batch.input_ids.numel() if micro_batch else 0
-                before = proximal.get((update, number))
-                logprobs, counted = self._accumulate(
-                    batch, plan, before, first_pass=epoch == 0, last=number == len(micro_batches) - 1
+                logprobs, counted, bad = self._accumulate(
+                    batch, plan, known, first_pass=epoch == 0, last=number == len(micro_batches) - 1
                 )
-                tally.merge(counted)
+                of_update.merge(counted)
+                not_finite += bad
+                survey.saw((update, number), logprobs)
                 if epoch == 0:
+                    before = known.proximal_logprobs
                     first_logprobs |= _by_answer(batch, logprobs if before is None else before)
-                if self._recomputes and update == 0:  # its own first pass is of before any update
-                    proximal.setdefault((update, number), logprobs)
-            norms.append(self._step(rate))
+            norm = self._step(rate)
+            if norm is None:
+                skipped.append(SkippedUpdate(epoch * len(plan.updates) + update, tuple(not_finite)))
+                continue
+            tally.merge(of_update)
+            norms.append(norm)
             rates.append(rate)
         report = LearnReport(
             tally.sums,
             tally.maxima,
             tuple(norms),
             tuple(rates),
+            tuple(skipped),
             self._optimizer_step,
             tokens,
             self._peak_memory_bytes(),
         )
         return report, first_logprobs
 
-    @property
-    def _recomputes(self) -> bool:
-        return self._settings.objective.proximal == "recompute"
+    def score(self, plan: RankPlan, *payloads: Sequence[Trajectory]) -> tuple[Tally, dict[tuple[str, int], np.ndarray]]:
+        """One forward pass over every answer of the plan under the present weights; nothing is learned.
 
-    def _proximal_logprobs(
-        self, plan: RankPlan, data: Mapping[int, Sequence[Trajectory]]
-    ) -> dict[tuple[int, int], torch.Tensor]:
-        """By (update, micro-batch): logprobs of before the first update, where a pass of their own is needed for that."""
-        # Empty micro-batches too: every rank must make equally many forward passes.
-        return {
-            (update, number): self._logprobs_without_gradient(self._tensors(micro_batch, data))
-            for update, micro_batches in enumerate(plan.updates)
-            for number, micro_batch in enumerate(micro_batches)
-            if self._recomputes and update > 0
-        }
+        Returns what `learn` would count in such a pass, the loss included, and the logprobs as `learn` does.
+        """
+        import torch
 
-    def _tensors(self, micro_batch: MicroBatch, data: Mapping[int, Sequence[Trajectory]]) -> MicroBatchTensors:
-        return build_tensors(micro_batch, data).to(self._device)
+        from learner.tally import Tally
+
+        data = dict(zip(plan.payloads, payloads, strict=True))
+        tally = Tally()
+        found: dict[tuple[str, int], np.ndarray] = {}
+        survey = self._survey(plan, data)
+        for update, micro_batches in enumerate(plan.updates):
+            survey.begin(update, self._optimizer_step)
+            for place in ((update, number) for number in range(len(micro_batches))):
+                batch = survey.batch(place)
+                with torch.no_grad():
+                    _, logprobs, counted = self._loss(batch, plan, survey.known(place), first_pass=True)
+                tally.merge(counted)
+                found |= _by_answer(batch, logprobs)
+        return tally, found
+
+    def _survey(self, plan: RankPlan, data: Mapping[int, Sequence[Trajectory]]) -> Survey:
+        from learner.survey import Survey
+
+        return Survey(
+            self._settings.objective,
+            plan,
+            tensors=lambda micro_batch: build_tensors(micro_batch, data).to(self._device),
+            forward=lambda batch: self._engine(batch, self._settings.temperature),
+            reference=self._reference_logprobs,
+            total=self._over_ranks,
+        )
+
+    def _over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks. Every rank calls it."""
+        import torch
+        import torch.distributed as dist
+
+        total = torch.as_tensor(values).detach().clone().to(self._device)
+        dist.all_reduce(total)
+        return total
 
     def _accumulate(
         self,
         batch: MicroBatchTensors,
         plan: RankPlan,
-        proximal: torch.Tensor | None,
+        known: Known,
         *,
         first_pass: bool,
         last: bool,
-    ) -> tuple[torch.Tensor, Tally]:
-        """Forward and backward of one micro-batch; its logprobs, detached, and its tally."""
+    ) -> tuple[torch.Tensor, Tally, list[tuple[str, int]]]:
+        """Forward and backward of one micro-batch: its logprobs, detached, its tally, and its answers that are not finite."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        loss, logprobs, tally = self._loss(batch, plan, known, first_pass=first_pass)
+        if not batch.rows:
+            loss = logprobs.sum() + loss  # zero, but it reaches every parameter
+        finite = math.isfinite(tally.total("loss"))
+        # A loss that is not finite goes backwards as well, and spoils the gradient of all ranks, which then skip together.
+        self._engine.backward(loss * (self._ranks if finite else math.nan), scale_wrt_gas=False)
+        return logprobs.detach(), tally, [] if finite else _not_finite(batch, logprobs)
+
+    def _loss(
+        self,
+        batch: MicroBatchTensors,
+        plan: RankPlan,
+        known: Known,
+        *,
+        first_pass: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, Tally]:
+        """One forward pass: the loss, the logprobs and the tally of a micro-batch."""
         from learner.objective import micro_batch_loss
 
-        ref_logprobs = self._reference_logprobs(batch)
-        self._engine.set_gradient_accumulation_boundary(last)
+        ref_logprobs = known.ref_logprobs
+        if self._settings.objective.kl is not None:
+            ref_logprobs = self._reference_logprobs(batch)
         logprobs, entropy = self._engine(batch, self._settings.temperature)
         loss, tally = micro_batch_loss(
             self._settings.objective,
@@ -262,26 +348,27 @@ class LearnerRank:
             version=plan.version,
             max_staleness=plan.max_staleness,
             first_pass=first_pass,
-            proximal_logprobs=proximal,
+            proximal_logprobs=known.proximal_logprobs,
             ref_logprobs=ref_logprobs,
+            selected=known.selected,
         )
-        if not batch.rows:
-            loss = logprobs.sum() + loss  # zero, but it reaches every parameter
-        if not math.isfinite(tally.total("loss")):
-            names = ", ".join(sorted({row.group_id for row in batch.rows}))
-            raise FloatingPointError(f"loss is {tally.total('loss')} in the micro-batch of groups {names}")
-        self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
-        return logprobs.detach(), tally
+        return loss, logprobs, tally
 
-    def _step(self, rate: float) -> float:
-        """One optimizer step; the gradient norm before clipping."""
+    def _step(self, rate: float) -> float | None:
+        """One optimizer step; the gradient norm before clipping. None: it is not finite, and nothing was changed."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         own_norm = self._plain_grad_norm() if self._settings.zero_stage == 0 else None
+        if own_norm is not None and not own_norm.isfinite():
+            self._engine.optimizer.zero_grad(set_to_none=True)  # DeepSpeed's own optimizers do so by themselves
+            return None
         self._engine.step()
-        self._optimizer_step += 1
         norm = self._engine.get_global_grad_norm()
-        return float(norm if norm is not None else own_norm or 0.0)
+        norm = float(norm if norm is not None else own_norm or 0.0)
+        if not math.isfinite(norm):
+            return None
+        self._optimizer_step += 1
+        return norm
 
     def _plain_grad_norm(self) -> torch.Tensor:
         """Without ZeRO and in float32, DeepSpeed clips with torch and keeps no norm."""
@@ -290,31 +377,22 @@ class LearnerRank:
         gradients = [p.grad for p in self._policy.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
 
-    def _logprobs_without_gradient(self, batch: MicroBatchTensors) -> torch.Tensor:
+    def _reference_logprobs(self, batch: MicroBatchTensors) -> torch.Tensor:
         import torch
 
-        with torch.no_grad():
-            logprobs, _ = self._engine(batch, self._settings.temperature)
-        return logprobs
-
-    def _reference_logprobs(self, batch: MicroBatchTensors) -> torch.Tensor | None:
-        import torch
-
-        if self._settings.objective.kl is None:
-            return None
         with torch.no_grad():
             if self._reference is None:
                 with self._policy.as_reference():
                     return self._engine(batch, self._settings.temperature)[0]
             return self._reference(batch, self._settings.temperature)[0]
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Logprobs (temperature 1) of tokens 1… of each sequence under the current weights: a list of float32 [T-1]."""
+    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+        """Logprobs of tokens 1… of each sequence under the current weights: a list of float32 [T-1]."""
         import torch
 
         with torch.no_grad():
             batch = text_tensors(sequences).to(self._device)
-            logprobs, _ = self._engine(batch, 1.0)
+            logprobs, _ = self._engine(batch, temperature)
         return [logprobs[i, : len(ids) - 1].cpu().numpy() for i, ids in enumerate(sequences)]
 
     def export_weights(self, version: int) -> Iterator[Bucket | Manifest]:

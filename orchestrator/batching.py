@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from learner.batch import RankPlan, Row, plan_updates
-from orchestrator.algorithm import compute_advantages, token_weights
-from orchestrator.config import Config
+from orchestrator.algorithm import compute_advantages, per_token, token_weights, wants_components
+from orchestrator.config import Config, RewardConfig, RewardFunctionConfig, RewardModelConfig
 from orchestrator.flight import Flight
 from orchestrator.sampling_types import Batch
 
 
 @dataclass(frozen=True)
 class LearningPlan:
-    """`rows` are the answers in the loss; `advantages` are of all scored members, by (group id, index)."""
+    """`rows` are the answers in the loss; `advantages` are of all scored members, by (group id, index), and empty where the
+    ranks compute them token by token: a row's `advantage` is then its reward."""
 
     ranks: list[RankPlan]
     rows: list[Row]
@@ -24,10 +25,16 @@ class LearningPlan:
 
 
 def plan_learning(
-    config: Config, batch: Batch, flights: Mapping[str, Flight], *, ranks: int, share_prefixes: bool
+    config: Config,
+    batch: Batch,
+    flights: Mapping[str, Flight],
+    *,
+    ranks: int,
+    share_prefixes: bool,
+    pair_cost: float = 0.0,
 ) -> LearningPlan:
     """Cut the batch. The payload number of a group is its place in `batch.groups`."""
-    advantages = _advantages(config, batch)
+    advantages = _advantages(config, batch, flights)
     a = config.algorithm
     groups = [_rows(config, number, batch, flights, advantages) for number in range(len(batch.groups))]
     parts = [part for part in _split(groups, a.updates_per_batch) if any(part)]
@@ -39,24 +46,42 @@ def plan_learning(
         ranks=ranks,
         max_tokens=config.learner.max_tokens_per_microbatch,
         share_prefixes=share_prefixes,
+        pair_cost=pair_cost,
     )
-    return LearningPlan(plans, [row for group in groups for row in group], advantages)
+    rows = [row for group in groups for row in group]
+    return LearningPlan(plans, rows, {} if per_token(config.algorithm) else advantages)
 
 
-def _advantages(config: Config, batch: Batch) -> dict[tuple[str, int], float]:
+def _advantages(config: Config, batch: Batch, flights: Mapping[str, Flight]) -> dict[tuple[str, int], float]:
     scored = [
         (number, group.group_id, m)
         for number, group in enumerate(batch.groups)
         for m in group.members
         if m.reward is not None
     ]
+    if per_token(config.algorithm):
+        return {(group_id, m.index): m.reward for _, group_id, m in scored if m.reward is not None}
+    components, weights = None, None
+    if wants_components(config.algorithm):
+        parts = [flights[group_id].results[member.index].components for _, group_id, member in scored]
+        weights = component_weights(config.reward, {name: None for part in parts for name in part})
+        components = {name: [part.get(name) for part in parts] for name in weights}
     values = compute_advantages(
         config.algorithm,
         [member.reward for _, _, member in scored if member.reward is not None],
         [number for number, _, _ in scored],
         [member.response_length for _, _, member in scored],
+        components,
+        weights,
     )
     return {(group_id, member.index): value for (_, group_id, member), value in zip(scored, values, strict=True)}
+
+
+def component_weights(config: RewardConfig, names: Iterable[str]) -> dict[str, float]:
+    """The weights of the named components that count; those that a Python caller passed weigh 1."""
+    configured: dict[str, RewardFunctionConfig | RewardModelConfig] = {**config.functions, **config.models}
+    weights = {name: configured[name].weight if name in configured else 1.0 for name in names}
+    return {name: weight for name, weight in weights.items() if weight}
 
 
 def _rows(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from learner.group_relative import GROUP_RELATIVE
 from orchestrator.config import Config, ConfigError
+from orchestrator.model_shape import ModelShape
 from orchestrator.prompts import Prompt
 from orchestrator.sampling_types import Member, OnLate, OnStarved, QueueSettings
 from reward_workers.function import RewardFunctionError, load_function
@@ -14,6 +15,8 @@ from reward_workers.function import RewardFunctionError, load_function
 if TYPE_CHECKING:
     from orchestrator.prepare import Prepared
 
+# Measured with scripts/bench_learner.py on a CPU.
+MASKED_ATTENTION_SLOWER = 3.0
 PROBE_TEXTS = 2
 PROBE_TOKENS = 64
 
@@ -46,8 +49,12 @@ def _loaded_filter(path: str) -> Callable[[Sequence[Member]], bool]:
         raise ConfigError(f"sampling.keep={path}: {error}") from error
 
 
-def shares_prefixes(prepared: Prepared) -> bool:
-    """Whether a group's prompt is computed once: not where a model carries state from token to token."""
+def prefix_sharing(prepared: Prepared) -> tuple[bool, float]:
+    """Whether a group's prompt may be computed once for several answers, and the `pair_cost` of `learner.batch.plan_updates`.
+
+    Not where a model carries state from token to token. With learner.share_prefixes=true it is always done: attention counts
+    as free then.
+    """
     from transformers import AutoConfig
 
     wanted = prepared.config.learner.share_prefixes
@@ -59,8 +66,19 @@ def shares_prefixes(prepared: Prepared) -> bool:
             f"learner.share_prefixes=true: the model has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}, in which "
             "answers that share a row would see each other; leave it at null or set false"
         )
-    # A dense mask over packed rows pays on CPUs; on GPUs causal kernels without a mask are faster for long answers.
-    return possible if wanted is None else wanted
+    if wanted is None:
+        return possible, attention_pair_cost(prepared.model_path) if possible else 0.0
+    return wanted, 0.0
+
+
+def attention_pair_cost(model_path: str) -> float:
+    """What it costs a token to attend to another, as a share of what the token itself costs in the linear layers.
+
+    Of floating-point operations: 4 x layers x width over 2 x parameters, times what attention with a mask loses against a
+    matrix product.
+    """
+    shape = ModelShape.of(model_path)
+    return 2 * shape.layers * shape.queries / shape.parameters * MASKED_ATTENTION_SLOWER
 
 
 def probe_texts(prepared: Prepared) -> list[list[int]]:

@@ -3,6 +3,7 @@
 It starts a LearnerRank with DeepSpeed, lets it learn from made-up answers, and writes what it found to
 `FOLDER/rank-RANK.pt`. The made-up batch and the settings are those that the test computes its own figures from. With
 `on_policy` the answers have the behaviour logprobs of the policy itself, and there is one optimizer update and no more.
+With `spoiled` (a group id and an index) the policy gives NaN for that answer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from learner_data import Payloads, batch_of, plans_of
 from plain_reference import frozen_distributions
 
-from learner import corrections, kl, losses
+from learner import corrections, kl, losses, selection
 from learner.batch import RankPlan, Row
 from learner.objective import Objective
 from learner.policy import Policy, PolicySettings
@@ -40,6 +41,8 @@ def settings(job: dict[str, Any]) -> LearnerSettings:
         correction_options={"cap": CAP},
         kl=kl.k3 if job["kl"] else None,
         kl_coefficient=0.1,
+        selection=getattr(selection, job["selection"]) if job["selection"] else None,
+        selection_options={"share": 0.2, "coefficient": 0.5} if job["selection"] else {},
     )
     return LearnerSettings(
         policy=PolicySettings(job["model"], "float32", lora_rank=job["lora_rank"], chunk_tokens=20),
@@ -110,13 +113,22 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
         plan = dataclasses.replace(plan, updates=plan.updates[1:2])
         payloads = on_policy(payloads, Policy(settings(job).policy))
 
+    if job["spoiled"]:
+
+        def spoil(module: Any, arguments: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> Any:
+            there = [(row.group_id, row.index) == tuple(job["spoiled"]) for row in arguments[0].rows]
+            factors = torch.where(torch.tensor(there, dtype=torch.bool), torch.nan, 1.0)[:, None] if there else 1.0
+            return output[0] * factors, output[1]
+
+        rank._policy.register_forward_hook(spoil)
+
     def learn() -> Any:
         return rank.learn(plan, *(payloads[p] for p in plan.payloads))
 
     found["logprobs_before"] = rank.logprobs(TEXTS)
     found["report"], found["first_logprobs"] = learn()
     found["weights"] = weights()
-    if job["on_policy"]:
+    if job["on_policy"] or job["spoiled"]:
         rank.close()
         torch.save(found, folder / f"rank-{number}.pt")
         return

@@ -6,11 +6,7 @@ For each kind of job the fixture `ran` starts `rank_process.py` once per rank; t
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learner_data import VERSION, Payloads, tokens_by_staleness
 from plain_reference import frozen_distributions, reference_gradients
+from rank_jobs import run_processes
 
 from learner import mismatch
 from learner.batch import Row
@@ -33,7 +30,6 @@ from learner.weight_source import PolicyWeightSource
 from learner.worker import LearnerSettings, learning_rate
 from rollout_workers.weights.manifest import checksum
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 
 BASE = LearnerSettings(
@@ -93,40 +89,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "zero3_two_ranks_lora": {"zero_stage": 3, "ranks": 2, "lora_rank": 4, "kl": True, "proximal": "recompute"},
 }
 DEFAULTS = {"ranks": 1, "epochs": 1, "lora_rank": 0, "kl": False, "proximal": "behaviour", "on_policy": False}
+DEFAULTS |= {"spoiled": None, "selection": None}
 
 
 def run_ranks(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank found. A rank that fails shows its output."""
+    """What each rank found."""
+    run_processes(Path(rank_process.__file__), job)
     folder = Path(job["folder"])
-    environment = os.environ | {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(Path(rank_process.__file__)),
-                str(rank),
-                str(job["ranks"]),
-                f"file://{folder}/rendezvous",
-                json.dumps(job),
-            ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(job["ranks"])
-    ]
-    try:
-        for rank, process in enumerate(processes):
-            output, _ = process.communicate(timeout=200)
-            assert process.returncode == 0, f"rank {rank}:\n{output}"
-    finally:
-        for process in processes:
-            process.kill()
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(job["ranks"])]
 
 
@@ -139,8 +108,10 @@ def expected_steps(job: dict[str, Any]) -> tuple[list[float], Policy]:
     plans, updates, payloads = rank_process.plans(job)
     assert len(plans[0].updates[1]) > 1, "accumulation is not tested"
     assert all(plan.updates[0] == plan.updates[2] == ((),) for plan in plans[1:]), "ranks without data are not tested"
-    norms = []
-    for step, rows in enumerate(updates * job["epochs"]):
+    norms: list[float] = []
+    for rows in updates * job["epochs"]:
+        if job["spoiled"] and tuple(job["spoiled"]) in [(row.group_id, row.index) for row in rows]:
+            continue
         _, gradients = reference_gradients(
             policy,
             rows,
@@ -157,7 +128,7 @@ def expected_steps(job: dict[str, Any]) -> tuple[list[float], Policy]:
                 parameter.grad = gradients[name]
         norms.append(float(torch.nn.utils.clip_grad_norm_(trainable, settings.max_grad_norm)))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step)
+            group["lr"] = learning_rate(settings, len(norms) - 1)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return norms, policy
@@ -317,3 +288,56 @@ def test_the_exported_folder_holds_what_the_engines_got(ran: Ran) -> None:
     assert exported.keys() == weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(exported[name], tensor), name
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("zero_stage", "ranks"), [(0, 1), (2, 2), (3, 1)])
+def test_an_update_that_is_not_finite_changes_nothing_and_names_the_answer(
+    wide_path: str, tmp_path: Path, zero_stage: int, ranks: int
+) -> None:
+    """On all ranks alike, wherever the answer lies; the updates around it are made."""
+    job = DEFAULTS | {"zero_stage": zero_stage, "ranks": ranks, "spoiled": ["g2", 0]}
+    job |= {"model": wide_path, "folder": str(tmp_path)}
+    norms, policy = expected_steps(job)
+    assert len(norms) == 2
+    found = run_ranks(job)
+    for of_rank in found:
+        assert [s.number for s in of_rank["report"].skipped] == [1]
+        assert of_rank["report"].grad_norms == pytest.approx(norms, rel=TOLERANCE)
+        assert of_rank["report"].optimizer_step == 2
+    named = [answer for of_rank in found for s in of_rank["report"].skipped for answer in s.answers]
+    assert named == [("g2", 0)]
+    tally = Tally()
+    for of_rank in found:
+        tally.merge(Tally(of_rank["report"].sums, of_rank["report"].maxima))
+    assert math.isfinite(tally.total("loss"))
+    source = PolicyWeightSource(policy, zero_stage=0, bucket_bytes=2**40)
+    for name, tensor in (item for bucket in source.buckets() for item in bucket):
+        error = (found[0]["weights"][name] - tensor).norm() / tensor.norm()
+        assert error <= TOLERANCE, f"{name}: relative error {float(error):.2e}"
+
+
+@pytest.mark.engine
+def test_a_selection_marks_tokens_of_the_whole_update_on_any_number_of_ranks(wide_path: str, tmp_path: Path) -> None:
+    """The two ranks of the second job hold different answers, and the second of them none in two of three updates."""
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        job = DEFAULTS | {"zero_stage": 2, "ranks": ranks, "selection": "kl_cov", "epochs": 2, "model": wide_path}
+        found.append(run_ranks(job | {"folder": str(folder)}))
+    tallies = []
+    for of_ranks in found:
+        tally = Tally()
+        for of_rank in of_ranks:
+            tally.merge(Tally(of_rank["report"].sums, of_rank["report"].maxima))
+        tallies.append(tally)
+    one, two = tallies
+    _, updates, payloads = rank_process.plans(job)
+    counts = [sum(payloads[r.payload][r.position].response_length for r in rows) for rows in updates[:2]]
+    # The third update has one answer, one advantage, and so no covariance.
+    assert one.total("selected") == two.total("selected") == 2 * sum(max(1, round(0.2 * count)) for count in counts)
+    assert one.total("loss") == pytest.approx(two.total("loss"), rel=TOLERANCE)
+    for name, tensor in found[0][0]["weights"].items():
+        error = (found[1][0]["weights"][name] - tensor).norm() / tensor.norm()
+        assert error <= TOLERANCE, f"{name}: relative error {float(error):.2e}"

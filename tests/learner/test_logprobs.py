@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -148,3 +149,46 @@ def test_a_soft_cap_keeps_its_gradient() -> None:
         right = torch.autograd.grad(expected.sum(), [hidden])[0]
         torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
         assert (gradient - right).norm() <= 1e-5 * right.norm()
+
+
+def peak_bytes(tokens: int, vocabulary: int) -> int:
+    """The most memory that tensors of one forward and backward pass held at once, hidden states aside."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    class Watch(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held, self.peak = WeakIdKeyDictionary(), 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **kwargs or {})
+            for tensor in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    self.held[storage] = storage.nbytes()
+            self.peak = max(self.peak, sum(self.held.values()))
+            return out
+
+    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
+    head = torch.nn.Linear(HIDDEN, vocabulary, bias=False)
+    with Watch() as watch:
+        logprobs, _ = token_logprobs(
+            hidden,
+            torch.zeros(tokens).long(),
+            head,
+            logit_transform(SimpleNamespace()),
+            temperature=1.0,
+            chunk_tokens=64,
+        )
+        logprobs.sum().backward()
+    return watch.peak
+
+
+def test_memory_does_not_grow_with_the_tokens() -> None:
+    """At most a chunk's logits exist at a time: four times the tokens take no more than their hidden states."""
+    vocabulary = 20_000
+    few, many = peak_bytes(128, vocabulary), peak_bytes(512, vocabulary)
+    assert few > 64 * vocabulary * 4  # a chunk's logits are seen
+    assert many < 1.05 * few
+    assert many < 512 * vocabulary * 4  # never all of them

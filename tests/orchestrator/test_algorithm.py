@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from learner import advantages, aggregation, corrections, kl, losses
-from learner.objective import PROXIMAL
+from learner.objective import PROXIMAL, TokenReturns
 from orchestrator.algorithm import SUPPLIED, check_algorithm, compute_advantages, objective, token_weights
 from orchestrator.config import AlgorithmConfig, ConfigError
 
@@ -52,7 +52,7 @@ def test_an_advantage_that_needs_more_than_the_trainer_has_is_refused(name: str)
     function = getattr(advantages, name)
     config = AlgorithmConfig(advantage=name)
     missing = advantages.needs(function) - SUPPLIED
-    if missing:
+    if missing and name != "reinforce_pp":  # the ranks have its mask
         with pytest.raises(ConfigError, match=rf"algorithm\.advantage={name} needs {', '.join(sorted(missing))}"):
             check_algorithm(config, 4)
     else:
@@ -159,3 +159,32 @@ def test_lengths_are_supplied_where_an_estimator_needs_them() -> None:
 def test_token_weights_pass_options_on() -> None:
     config = AlgorithmConfig(aggregation="seq_sum_const", aggregation_options={"max_tokens": 10})
     assert token_weights(config, [5, 5], [0, 0]) == pytest.approx([1 / 20] * 2)
+
+
+def test_advantages_per_token_are_the_ranks_matter() -> None:
+    config = AlgorithmConfig(advantage="reinforce_pp", advantage_options={"gamma": 0.9}, kl_coefficient=0.1)
+    config.kl_placement = "reward"
+    check_algorithm(config, 1)
+    made = objective(config)
+    assert made.returns == TokenReturns(gamma=0.9, kl_coefficient=0.1)
+    assert made.kl is None
+    assert made.needs_reference
+    config.kl_placement = "loss"
+    assert objective(config).returns == TokenReturns(gamma=0.9)
+    assert objective(config).kl is kl.k3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kl_coefficient": 0.1, "kl_placement": "reward"}, r"kl_placement=reward .* algorithm\.advantage=grpo"),
+        ({"advantage": "reinforce_pp", "advantage_options": {"lam": 0.9}}, "algorithm.advantage_options"),
+        ({"advantage": "reinforce_pp", "advantage_options": {"std": "robust"}}, "algorithm.advantage_options"),
+        ({"selection": "lowest"}, "algorithm.selection=lowest: expected one of clip_cov, kl_cov, top_entropy"),
+        ({"selection": "top_entropy", "selection_options": {"fraction": 2}}, "algorithm.selection_options: fraction"),
+        ({"selection_options": {"fraction": 0.5}}, "without algorithm.selection"),
+    ],
+)
+def test_what_can_not_be_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_algorithm(AlgorithmConfig(**changes), 4)  # type: ignore[arg-type]

@@ -7,16 +7,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.advantages import gdpo
 from learner.batch import RankPlan, Row
 from orchestrator.batching import LearningPlan, plan_learning
-from orchestrator.config import Config
+from orchestrator.config import Config, RewardFunctionConfig
 from orchestrator.flight import Flight
 from orchestrator.prompts import Prompt
 from orchestrator.sampling_types import Batch, BatchGroup, Counts, Member, Tally
-from rollout_workers.trajectory import Status
+from rollout_workers.trajectory import RewardResult, Status
 from rollout_workers.worker import MemberReport
 
 PROMPT_TOKENS = 5
@@ -102,6 +104,34 @@ def test_d18_a_member_left_out_shifts_no_group() -> None:
 def test_d37_an_answer_counts_once_in_its_baseline_however_long() -> None:
     made = plan(make_config(), [[(1.0, 300), (0.0, 100)]])
     assert [row.advantage for row in made.rows] == [0.5, -0.5]
+
+
+def test_gdpo_takes_the_components_with_their_weights() -> None:
+    """Of two components that both differ in the group, the one of weight 0 does not count; a skipped one is left out."""
+    config = make_config(advantage="gdpo")
+    for name, weight in {"right": 1.0, "short": 0.5, "watched": 0.0}.items():
+        config.reward.functions[name] = RewardFunctionConfig(path="a.b", weight=weight)
+    groups = [[(1.5, 4), (0.0, 4), (1.0, 4)], [(1.0, 4), (0.5, 4), (0.0, 4)]]
+    parts = {
+        ("g0", 0): {"right": 1.0, "short": 1.0, "watched": 9.0},
+        ("g0", 1): {"right": 0.0, "short": 0.0, "watched": 0.0},
+        ("g0", 2): {"right": 1.0, "short": None, "watched": 0.0},
+        ("g1", 0): {"right": 1.0, "short": 0.0, "watched": 0.0},
+        ("g1", 1): {"right": 0.0, "short": 1.0, "watched": 0.0},
+        ("g1", 2): {"right": 0.0, "short": 0.0, "watched": 3.0},
+    }
+    batch, flights = make_batch(groups)
+    for (group_id, index), components in parts.items():
+        flights[group_id].results[index] = RewardResult(1.0, components=components)
+    made = plan_learning(config, batch, flights, ranks=1, share_prefixes=True)
+    expected = gdpo(
+        torch.tensor([1.5, 0.0, 1.0, 1.0, 0.5, 0.0]),
+        torch.tensor([0, 0, 0, 1, 1, 1]),
+        component_rewards=torch.tensor([[1, 1], [0, 0], [1, torch.nan], [1, 0], [0, 1], [0, 0]]),
+        component_weights=torch.tensor([1.0, 0.5]),
+    )
+    assert [made.advantages[key] for key in parts] == pytest.approx(expected.tolist(), rel=1e-6)
+    assert made.advantages["g0", 0] > made.advantages["g0", 2] > 0
 
 
 def test_failed_members_are_in_neither_loss_nor_baseline_and_positions_skip_them() -> None:

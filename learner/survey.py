@@ -1,0 +1,139 @@
+"""What has to be known of a batch or an update before it is learned: figures from passes without gradient.
+
+Contract. A survey belongs to one rank and one batch, and every rank takes it in the same steps, empty micro-batches
+included, since the passes are collective. Where it looks at the whole batch it adds up over the ranks, so no cut of the
+batch changes what it finds. An objective that asks for nothing costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner.advantages import discounted_returns, moments, whiten_by
+from learner.batch import MicroBatch, MicroBatchTensors, RankPlan
+from learner.kl import reward_penalty
+from learner.objective import Objective, TokenReturns
+from learner.selection import Tokens, Total, draws
+
+Place = tuple[int, int]  # update, micro-batch
+
+
+@dataclass(frozen=True)
+class Known:
+    """Of one micro-batch, each float32 or bool [R, L] and None where it is not needed or not known yet."""
+
+    proximal_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    selected: Tensor | None = None
+
+
+class Survey:
+    """`forward` gives logprobs and entropies, `reference` the initial policy's logprobs, `tensors` a micro-batch's data."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        plan: RankPlan,
+        *,
+        tensors: Callable[[MicroBatch], MicroBatchTensors],
+        forward: Callable[[MicroBatchTensors], tuple[Tensor, Tensor]],
+        reference: Callable[[MicroBatchTensors], Tensor],
+        total: Total,
+    ) -> None:
+        """Passes over the whole batch, at the weights of before its first update."""
+        self._objective = objective
+        self._plan = plan
+        self._tensors = tensors
+        self._forward = forward
+        self._reference = reference
+        self._total = total
+        self._proximal: dict[Place, Tensor] = {}
+        self._ref: dict[Place, Tensor] = {}
+        self._advantages: dict[Place, Tensor] = {}
+        places = [(u, n) for u, micro_batches in enumerate(plan.updates) for n in range(len(micro_batches))]
+        if objective.proximal == "recompute":
+            # Of the first update the first pass with gradient is early enough: `saw` takes it in.
+            self._proximal = {place: self._logprobs(place) for place in places if place[0] > 0}
+        if objective.returns is not None:
+            self._ref, self._advantages = self._returns(objective.returns, places)
+        self._selected: list[Tensor] = []
+
+    def begin(self, update: int, optimizer_step: int) -> None:
+        """A pass over one update, at its weights."""
+        if self._objective.selection is not None:
+            self._selected = self._select(update, optimizer_step)
+
+    def saw(self, place: Place, logprobs: Tensor) -> None:
+        """The logprobs of a pass with gradient, in order: those of the first update's first are the proximal policy's."""
+        if self._objective.proximal == "recompute" and place[0] == 0:
+            self._proximal.setdefault(place, logprobs)
+
+    def batch(self, place: Place) -> MicroBatchTensors:
+        """The micro-batch, with advantages per token where the objective has such."""
+        update, number = place
+        batch = self._tensors(self._plan.updates[update][number])
+        advantages = self._advantages.get(place)
+        return batch if advantages is None else dataclasses.replace(batch, advantages=advantages)
+
+    def known(self, place: Place) -> Known:
+        selected = self._selected[place[1]] if self._selected else None
+        return Known(self._proximal.get(place), self._ref.get(place), selected)
+
+    def _logprobs(self, place: Place) -> Tensor:
+        with torch.no_grad():
+            return self._forward(self.batch(place))[0]
+
+    def _returns(self, r: TokenReturns, places: list[Place]) -> tuple[dict[Place, Tensor], dict[Place, Tensor]]:
+        """The reference's logprobs, where they count, and advantages per token, whitened over the whole batch."""
+        ref: dict[Place, Tensor] = {}
+        returns: dict[Place, tuple[Tensor, Tensor]] = {}
+        for place in places:
+            batch = self.batch(place)
+            penalty = None
+            if r.kl_coefficient:
+                ref[place] = self._reference(batch)
+                behaviour = batch.behaviour_logprobs
+                # A token whose logprob the engine could not give is charged nothing.
+                own = torch.where(behaviour.isfinite(), behaviour, ref[place])
+                penalty = reward_penalty(own, ref[place], batch.response_mask, coefficient=r.kl_coefficient)
+            rewards = batch.advantages[:, 0]
+            of_tokens = discounted_returns(rewards, batch.response_mask, token_rewards=penalty, gamma=r.gamma)
+            returns[place] = of_tokens, batch.response_mask
+        device = next(iter(returns.values()))[0].device
+        own_moments = sum(
+            (moments(values[mask]) for values, mask in returns.values()), torch.zeros(3).double().to(device)
+        )
+        of_batch = self._total(own_moments)
+        whitened = {
+            place: whiten_by(values, mask, of_batch, std=r.std, eps=r.eps).float()
+            for place, (values, mask) in returns.items()
+        }
+        return ref, whitened
+
+    def _select(self, update: int, optimizer_step: int) -> list[Tensor]:
+        """For each micro-batch of the update: bool [R, L], the tokens that the objective's selection marks."""
+        objective = self._objective
+        assert objective.selection is not None
+        batches = [self.batch((update, number)) for number in range(len(self._plan.updates[update]))]
+        with torch.no_grad():
+            passes = [self._forward(batch) for batch in batches]
+        masks = [batch.response_mask for batch in batches]
+        tokens = Tokens(
+            entropy=torch.cat([entropy[mask] for (_, entropy), mask in zip(passes, masks, strict=True)]),
+            logprobs=torch.cat([logprobs[mask] for (logprobs, _), mask in zip(passes, masks, strict=True)]),
+            advantages=torch.cat([b.advantages.expand(m.shape)[m] for b, m in zip(batches, masks, strict=True)]),
+            draws=torch.cat([_draws(batch, optimizer_step) for batch in batches]),
+        )
+        marked = objective.selection(tokens, self._total, **objective.selection_options)
+        parts = marked.split([int(mask.sum()) for mask in masks])
+        return [torch.zeros_like(mask).masked_scatter(mask, part) for mask, part in zip(masks, parts, strict=True)]
+
+
+def _draws(batch: MicroBatchTensors, optimizer_step: int) -> Tensor:
+    answers = [(row.group_id, row.index) for row in batch.rows]
+    return draws(answers, batch.response_mask.sum(1).tolist(), optimizer_step).to(batch.response_mask.device)
