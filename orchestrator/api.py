@@ -1,4 +1,4 @@
-"""The Python entry: `train`, `evaluate` and `profile_difficulty`, which the command line calls as well.
+"""The Python entry: `train`, `evaluate`, `profile_difficulty` and `check_rewards`, which the command line calls as well.
 
 from orchestrator import train
 
@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
@@ -36,7 +36,7 @@ from orchestrator.console import Console
 from orchestrator.durable import whole_file, write_json
 from orchestrator.evaluation import Evaluator, SetResult, metrics_of, table
 from orchestrator.journal import JOURNAL, begin_lineage
-from orchestrator.prepare import Prepared, UserReward, prepare, source_of
+from orchestrator.prepare import Prepared, UserReward, prepare, prepare_task, source_of
 from orchestrator.profile import (
     Measured,
     Profiler,
@@ -57,12 +57,22 @@ from orchestrator.profile_report import (
     write_results,
 )
 from orchestrator.progress import Progress
+from orchestrator.reward_check import RewardCheck, check_folder, drawn, refuse_unknown_columns
+from orchestrator.reward_check_report import PAGE, Report, log_lines
+from orchestrator.reward_findings import find
 from orchestrator.sinks import JsonlSink, Recorder, WandbSink
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from orchestrator.doctor_checks import Check
+    from orchestrator.replay import Replay
 
 logger = logging.getLogger(__name__)
 
 Overrides = Sequence[str] | Mapping[str, Any]
 
+TABLE_WIDTH = 140  # characters
 _NOTE = "Its traceback is in "
 
 
@@ -119,21 +129,90 @@ def profile_difficulty(
     return _run(_profile(prepare(for_profile(config), reward), config.sampling.groups_per_batch))
 
 
+def doctor(
+    model: str | None = None, data: Any = None, reward: UserReward | None = None, overrides: Overrides = ()
+) -> list[Check]:
+    """Try out every part of a run before the run: engines, rewards, learner, weights. Arguments as for `train`.
+
+    Returns the checks, which are also in `doctor.json` in the folder `doctor.out`.
+    """
+    from orchestrator.doctor_command import for_doctor
+
+    config = configured(model, data, overrides)
+    return _run(_doctor(prepare(for_doctor(config), reward), config))
+
+
+def replay(
+    run: str | Path | None = None,
+    version: int | None = None,
+    *,
+    forward: bool = False,
+    overrides: Overrides = (),
+) -> Replay:
+    """Compute the step of a run that led from `version` to the next one again, from the journal in the folder `run`.
+
+    The arguments are the keys `replay.*`, whose overrides may stand for them. Nothing is written but, with `forward`, a log.
+    """
+    from orchestrator.replay_command import configuration
+
+    texts = _texts(overrides)
+    texts += [] if run is None else [f"replay.run={literal(run)}"]
+    texts += [] if version is None else [f"replay.version={version}"]
+    texts += ["replay.forward=true"] if forward else []
+    config = configuration(texts)
+    assert config.replay.run is not None
+    return _run(_replay(config, Path(config.replay.run).resolve()))
+
+
+def _texts(overrides: Overrides) -> list[str]:
+    """Overrides in Hydra's grammar."""
+    if isinstance(overrides, Mapping):
+        return [f"{key}={literal(value)}" for key, value in overrides.items()]
+    return list(overrides)
+
+
+def check_rewards(data: Any = None, reward: UserReward | None = None, overrides: Overrides = ()) -> Report:
+    """Judge answers of known quality with the rewards and the checker of a task, before anything is trained on them.
+
+    Arguments as for `train`; no model is loaded. Returns the report, which is also in the folder `check_rewards.out`; its
+    `clean` says that no gold failed and nothing was paid that must not be.
+    """
+    config = configured(None, data, overrides)
+    task = prepare_task(config, reward, lambda source: drawn(source, config), config.check_rewards.sets)
+    refuse_unknown_columns(task, config.check_rewards)
+    folder = check_folder(config)
+    with (
+        _owned(folder, f"check_rewards.out={folder}"),
+        _log_file(folder / "logs" / "driver.log", config.logging.level),
+    ):
+        rows = sum(map(len, [*task.train, *task.evaluation]))
+        progress = Progress(rows, "rows", config.logging.console)  # type: ignore[arg-type]
+        with progress:
+            with RewardCheck(task, config, progress.advance) as check:
+                checked = check.run()
+            report = Report.of(checked, find(checked, config), config)
+            report.write(folder, "What the rewards pay")
+            for title, table in report.tables():
+                progress.show_table(title, table)
+            for finding in report.findings:
+                logger.log(logging.ERROR if finding.level == "error" else logging.WARNING, log_lines(finding))
+            logger.info("%s: %s", "clean" if report.clean else "not to be trusted yet", folder / PAGE)
+    return report
+
+
 def configured(model: str | None, data: Any, overrides: Overrides) -> Config:
     """The configuration that arguments and overrides come to."""
-    texts = (
-        [f"{key}={literal(value)}" for key, value in overrides.items()]
-        if isinstance(overrides, Mapping)
-        else list(overrides)
-    )
+    texts = _texts(overrides)
     config = load(texts)
     if model is not None:
         config.model.path = model
     if data is not None:
         config.data.train = source_of(data)
-        # The default task's held-out set says nothing about someone else's data.
+        # The default task's held-out set and its checker say nothing about someone else's data.
         if not any(text.startswith(("data.eval", "data=")) for text in texts):
             config.data.eval = {}
+            if not any(text.startswith("eval.checker") for text in texts):
+                config.eval.checker = None
     return config
 
 
@@ -296,6 +375,41 @@ async def _measure(prepared: Prepared, folder: Path, log: RateLog, progress: Pro
             prepared.config, cluster.rollouts, cluster.rewards, cluster.clerks, filter_on=prepared.filter_on
         )
         await profiler.run(todo, finished)
+
+
+async def _doctor(prepared: Prepared, asked: Config) -> list[Check]:
+    from orchestrator.doctor_command import REPORT, carry_out, doctor_folder, table
+
+    folder = doctor_folder(asked)
+    with (
+        _owned(folder, f"doctor.out={folder}"),
+        _log_file(folder / "logs" / "driver.log", asked.logging.level),
+    ):
+        found = await carry_out(prepared, asked, folder)
+    _print(table(found))
+    logger.info("the figures are in %s", folder / REPORT)
+    return found
+
+
+async def _replay(config: Config, folder: Path) -> Replay:
+    from orchestrator.replay import table
+    from orchestrator.replay_command import carry_out
+
+    log = _log_file(folder / "logs" / "replay.log", config.logging.level) if config.replay.forward else None
+    with log or contextlib.nullcontext():
+        replayed = await carry_out(config, folder)
+    _print(table(replayed))
+    return replayed
+
+
+def _print(table: Table) -> None:
+    """To standard output, wide enough to be read where that is no terminal."""
+    import rich.console
+
+    terminal = rich.console.Console()
+    if not terminal.is_terminal:
+        terminal.width = max(terminal.width, TABLE_WIDTH)
+    terminal.print(table)
 
 
 def _run_folder(config: Config, *, exists_ok: bool = False) -> Path:

@@ -154,6 +154,14 @@ class CheckpointStore:
                 return checkpoint
         return None
 
+    def versions(self) -> list[int]:
+        """The versions of all whole checkpoints, ascending."""
+        return sorted(version for version, folder in self._folders() if self._read(version, folder) is not None)
+
+    def at(self, version: int) -> Checkpoint | None:
+        """The whole checkpoint of one version, None if there is none."""
+        return self._read(version, self._folder(version))
+
     def _folder(self, version: int) -> Path:
         return self._root / f"v{version:06d}"
 

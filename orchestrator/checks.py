@@ -11,13 +11,16 @@ import re
 from typing import Any
 
 from learner.group_relative import GROUP_RELATIVE
-from orchestrator.config import Config, ConfigError
+from orchestrator.config import CheckRewardsConfig, Config, ConfigError, RewardFunctionConfig, RewardModelConfig
+from orchestrator.reward_probes import KINDS
 
 _CHOICES = {
     "model.dtype": ("bfloat16", "float32"),
     "rollout.weights.transport": ("auto", "shared_memory", "nccl"),
+    "reward.watch.on_gap": ("warn", "stop"),
     "sampling.on_starved": ("shrink", "stop", "error"),
     "staleness.on_late": ("wait", "drop"),
+    "algorithm.kl_placement": ("loss", "reward"),
     "algorithm.proximal": ("behaviour", "recompute", "interpolate"),
     "learner.schedule": ("constant", "linear", "cosine"),
     "learner.zero_stage": (0, 1, 2, 3),
@@ -56,6 +59,7 @@ _AT_LEAST = {
     "algorithm.updates_per_batch": 1,
     "algorithm.epochs_per_batch": 1,
     "learner.ranks": 1,
+    "learner.max_skipped_updates": 1,
     "learner.max_tokens_per_microbatch": 1,
     "learner.logprob_chunk_tokens": 1,
     "learner.warmup_steps": 0,
@@ -64,6 +68,8 @@ _AT_LEAST = {
     "reward.max_error_ratio": 0,
     "reward.workers": 1,
     "reward.retries": 0,
+    "reward.watch.share": 0,
+    "reward.watch.window_batches": 1,
     "checkpoint.every_batches": 0,
     "checkpoint.keep": 1,
     "eval.every_batches": 0,
@@ -73,6 +79,10 @@ _AT_LEAST = {
     "eval.temperature": 0,  # 0 is greedy
     "profile.answers_per_prompt": 2,
     "profile.limit": 1,
+    "check_rewards.rows": 1,
+    "check_rewards.max_gold_failures": 0,
+    "doctor.groups": 1,
+    "replay.version": 0,
     "model.lora.rank": 0,
     "simulate.steps": 1,
     "simulate.rollout_gpus": 1,
@@ -94,14 +104,17 @@ _AT_LEAST = {
 _ABOVE_ZERO = (
     "run.watchdog_s",
     "reward.timeout_s",
+    "reward.watch.max_gap",
     "rollout.start_timeout_s",
     "rollout.answer_timeout_s",
     "rollout.weights.timeout_s",
     "rollout.gpu_memory_utilization",
+    "doctor.max_logprob_gap",
     "sampling.min_scored_fraction",
     "sampling.early_stop.after_s",
     "sampling.difficulty.memory",
     "sampling.difficulty.retest_share",
+    "check_rewards.pays",
     "learner.start_timeout_s",
     "learner.step_timeout_s",
     "learner.max_grad_norm",
@@ -122,11 +135,13 @@ _ABOVE_ZERO = (
 )
 _AT_MOST_ONE = (
     "reward.max_error_ratio",
+    "reward.watch.share",
     "rollout.gpu_memory_utilization",
     "sampling.min_scored_fraction",
     "sampling.early_stop.control_share",
     "sampling.difficulty.memory",
     "sampling.difficulty.retest_share",
+    "check_rewards.pays",
     "staleness.min_ess",
     "simulate.gpu.decode_bandwidth_share",
     "simulate.gpu.decode_mfu",
@@ -140,10 +155,17 @@ _AT_MOST_ONE = (
 
 def validate(config: Config) -> None:
     """Checks of values and across keys; raises ConfigError for the first that fails."""
-    from orchestrator.algorithm import check_algorithm  # imports torch, which a simulation does without
+    from orchestrator.algorithm import check_algorithm, wants_components  # imports torch: a simulation does without
 
     _check_keys(config)
     check_algorithm(config.algorithm, config.sampling.answers_per_group)
+    parts: dict[str, RewardFunctionConfig | RewardModelConfig] = {**config.reward.functions, **config.reward.models}
+    gates = [name for name, part in parts.items() if part.gate]
+    if gates and wants_components(config.algorithm):
+        raise ConfigError(
+            f"algorithm.advantage={config.algorithm.advantage} normalises each reward component by itself and knows no gates; "
+            f"{', '.join(gates)} has gate=true: set it to false, or choose another estimator"
+        )
 
 
 def validate_simulation(config: Config) -> None:
@@ -171,6 +193,8 @@ def _check_keys(config: Config) -> None:
     _check_sampling(config)
     _check_names(config)
     _check_checker(config)
+    _check_reward_models(config)
+    _check_reward_check(config.check_rewards)
     band = config.profile.band
     if len(band) != 2 or not 0 <= band[0] <= band[1] <= 1:
         raise ConfigError(f"profile.band={list(band)}: expected [low, high] with 0 <= low <= high <= 1")
@@ -230,20 +254,13 @@ def _check_sampling(config: Config) -> None:
             f"algorithm.updates_per_batch={config.algorithm.updates_per_batch} cuts a batch into that many parts, "
             f"but sampling.groups_per_batch={s.groups_per_batch}: expected at most as many updates as groups"
         )
-    if (
-        config.reward.primary is not None
-        and config.reward.functions
-        and config.reward.primary not in config.reward.functions
-    ):
-        raise ConfigError(
-            f"reward.primary={config.reward.primary}: no such reward function, expected one of "
-            f"{', '.join(config.reward.functions)}"
-        )
-    if s.filter_on is not None and config.reward.functions and s.filter_on not in config.reward.functions:
-        raise ConfigError(
-            f"sampling.filter_on={s.filter_on}: no such reward function, expected one of "
-            f"{', '.join(config.reward.functions)}"
-        )
+    # Where there are no functions, a Python caller may pass some whose names are not known here.
+    components = [*config.reward.functions, *config.reward.models]
+    for key, name in (("reward.primary", config.reward.primary), ("sampling.filter_on", s.filter_on)):
+        if name is not None and config.reward.functions and name not in components:
+            raise ConfigError(
+                f"{key}={name}: no such reward function or model, expected one of {', '.join(components)}"
+            )
 
 
 def _check_simulation(config: Config) -> None:
@@ -261,15 +278,47 @@ def _check_simulation(config: Config) -> None:
 
 
 def _check_checker(config: Config) -> None:
-    checker = config.eval.checker
-    if checker is not None and (checker.gate or checker.needs):
-        raise ConfigError(
-            "eval.checker.gate and eval.checker.needs relate one reward to others; a checker stands alone"
-        )
+    for key, checker in (("eval.checker", config.eval.checker), ("reward.watch.checker", config.reward.watch.checker)):
+        if checker is not None and (checker.gate or checker.needs):
+            raise ConfigError(f"{key}.gate and {key}.needs relate one reward to others; a checker stands alone")
+
+
+def _check_reward_check(config: CheckRewardsConfig) -> None:
+    may_pay = [name for name, kind in KINDS.items() if kind.level in ("error", "warning")]
+    for key, chosen, known in (("sets", config.sets, ["train", "eval"]), ("allow", config.allow, may_pay)):
+        if unknown := [name for name in chosen if name not in known]:
+            raise ConfigError(
+                f"check_rewards.{key}: there is no {', '.join(unknown)}; expected some of {', '.join(known)}"
+            )
+    if not config.sets:
+        raise ConfigError("check_rewards.sets=[]: expected some of train, eval")
+    if config.gold_column is not None and config.gold_template is not None:
+        raise ConfigError("check_rewards.gold_column and check_rewards.gold_template both say what a gold is: give one")
+
+
+def _check_reward_models(config: Config) -> None:
+    """What concerns the actors; `orchestrator.reward_models` checks the models themselves."""
+    for name, model in config.reward.models.items():
+        key = f"reward.models.{name}"
+        if model.replicas < 1:
+            raise ConfigError(f"{key}.replicas={model.replicas}: expected at least 1")
+        if not model.gpus > 0:
+            raise ConfigError(f"{key}.gpus={model.gpus}: expected more than 0 (a run on CPUs ignores it)")
+        if model.gpus > 1 and (model.engine != "vllm" or model.gpus != int(model.gpus)):
+            raise ConfigError(
+                f"{key}.gpus={model.gpus} with engine={model.engine}: only vllm cuts a model over several GPUs, a whole "
+                "number of them; expected at most 1, or engine=vllm"
+            )
+        if not 0 < model.timeout_s < config.run.watchdog_s:
+            raise ConfigError(
+                f"{key}.timeout_s={model.timeout_s}: expected more than 0 and less than run.watchdog_s="
+                f"{config.run.watchdog_s}: a slow score is no lack of progress"
+            )
 
 
 def _check_names(config: Config) -> None:
     names = [("reward.functions", name) for name in config.reward.functions]
+    names += [("reward.models", name) for name in config.reward.models]
     names += [("data.eval", name) for name in config.data.eval] + [("data.train", name) for name in config.data.train]
     names += [("run.name", config.run.name)] if config.run.name is not None else []
     for key, name in names:

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,11 +26,15 @@ from learner.worker import LearnerSettings
 from orchestrator.algorithm import objective
 from orchestrator.clerks import Clerk, ClerkFleet
 from orchestrator.fleet import FleetError, RolloutFleet
-from orchestrator.placement import Placement, actor_options, plan
+from orchestrator.memory import check_memory, learner_memory
+from orchestrator.model_shape import ModelShape
+from orchestrator.placement import Placement, actor_environment, actor_options, plan
 from orchestrator.prepare import Prepared
 from orchestrator.reward_fleet import RewardFleet
+from orchestrator.reward_model_fleet import RewardModelFleet
 from reward_workers.alarm import ErrorAlarm
 from reward_workers.reward import RewardSet
+from reward_workers.reward_model_worker import RewardModelWorker
 from reward_workers.worker import RewardWorker
 from rollout_workers.engine import EngineSettings
 from rollout_workers.worker import RolloutWorker
@@ -38,15 +42,22 @@ from rollout_workers.worker import RolloutWorker
 logger = logging.getLogger(__name__)
 
 REWARD_CONCURRENCY = 8  # groups that one reward actor judges at once
+# A call whose actor dies is made again by Ray once the actor is back, and who asks meanwhile waits: refused at once, every try
+# would be used up before that, the more so since the dead actor is the least loaded one.
+REWARD_ACTOR = {"num_cpus": 0, "max_concurrency": REWARD_CONCURRENCY, "max_restarts": -1, "max_task_retries": 2}
 
 
 class Cluster:
-    """`learner` is None for a run that only evaluates."""
+    """`learner` is None for a run that only evaluates (`training` False); without `engines` there is nothing but the learner."""
 
-    def __init__(self, prepared: Prepared, *, on_change: Callable[[], None], training: bool = True) -> None:
+    def __init__(
+        self, prepared: Prepared, *, on_change: Callable[[], None], training: bool = True, engines: bool = True
+    ) -> None:
         self._prepared = prepared
         self._on_change = on_change
         self._training = training
+        self._engines = engines
+        self._models = prepared.models(training=training) if engines else ()
         self._started_ray = False
         self._group: Any = None
         self.learner: LearnerGroup | None = None
@@ -76,9 +87,12 @@ class Cluster:
             # Ray's core took the signal for itself, to die of it with a crash report.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        self.placement = plan(config, nodes)
+        items = [config.reward.models[model.name] for model in self._models]
+        self.placement = plan(config, nodes, [item.gpus for item in items for _ in range(item.replicas)])
         if not self._training:
             self.placement = dataclasses.replace(self.placement, learners=0)
+        if not self._engines:
+            self.placement = dataclasses.replace(self.placement, rollouts=0)
         self._group = ray.util.placement_group(self.placement.bundles, strategy="PACK")
         try:
             await asyncio.wait_for(self._group.ready(), config.rollout.start_timeout_s)
@@ -87,18 +101,7 @@ class Cluster:
                 f"the cluster did not free {self.placement.bundles} within rollout.start_timeout_s="
                 f"{config.rollout.start_timeout_s:.0f}; available: {ray.available_resources()}"
             ) from error
-        transport = config.rollout.weights.transport
-        if transport == "auto":
-            transport = "nccl" if self.placement.device == "gpu" and not self.placement.shared else "shared_memory"
-        self.rollouts = self._rollout_fleet(transport)
-        self.rewards = self._reward_fleet(self._prepared.rewards)
-        self.checker = self._reward_fleet(self._prepared.checker) if self._prepared.checker else None
-        clerk = ray.remote(Clerk).options(num_cpus=0, max_restarts=-1, max_task_retries=2, scheduling_strategy="SPREAD")
-        self.clerks = ClerkFleet([clerk.remote() for _ in nodes], config.rollout.weights.timeout_s)
-        timeout_s = config.rollout.start_timeout_s
-        starting = [self.rollouts.start(0), self.rewards.start(timeout_s)]
-        if self.checker is not None:
-            starting.append(self.checker.start(timeout_s))
+        starting = self._writers_and_judges(len(nodes)) if self._engines else []
         if self._training:
             self.learner = self._learner_group()
             starting.append(self._start_learner(self.learner))
@@ -109,9 +112,39 @@ class Cluster:
             for task in tasks:
                 task.cancel()
 
+    def _writers_and_judges(self, nodes: int) -> list[Coroutine[Any, Any, None]]:
+        """Make rollout and reward actors and the clerks; what is left to do to start them."""
+        config = self._prepared.config
+        transport = config.rollout.weights.transport
+        if transport == "auto":
+            transport = "nccl" if self.placement.device == "gpu" and not self.placement.shared else "shared_memory"
+        self.rollouts = self._rollout_fleet(transport)
+        self.models = self._model_fleets()
+        self.rewards = self._reward_fleet(self._prepared.rewards)
+        self.checker = self._reward_fleet(self._prepared.checker) if self._prepared.checker else None
+        watch = self._prepared.watch if self._training else None
+        self.watch_actors = None  # of its own, where it is not the checker of evaluation
+        if watch is not None and watch is not self._prepared.checker:
+            self.watch_actors = self._reward_fleet(watch)
+        watching = self.watch_actors or self.checker
+        self.watch = watching.lenient() if watch is not None and watching is not None else None
+        clerk = ray.remote(Clerk).options(num_cpus=0, max_restarts=-1, max_task_retries=2, scheduling_strategy="SPREAD")
+        self.clerks = ClerkFleet([clerk.remote() for _ in range(nodes)], config.rollout.weights.timeout_s)
+        timeout_s = config.rollout.start_timeout_s
+        starting = [self.rollouts.start(0), self.rewards.start(timeout_s)]
+        starting += [fleet.start() for fleet in self.models.values()]
+        for fleet in (self.checker, self.watch_actors):
+            if fleet is not None:
+                starting.append(fleet.start(timeout_s))
+        return starting
+
     async def _start_learner(self, learner: LearnerGroup) -> None:
         parameters = await learner.start()
-        logger.info("learner: %d rank(s), %.1f M trainable parameters", len(learner), parameters / 1e6)
+        estimate = learner_memory(ModelShape.of(self._prepared.model_path), self._prepared.config)
+        check_memory(estimate, learner.device_bytes, f"its {'GPU' if self.placement.device == 'gpu' else 'machine'}")
+        logger.info(
+            "learner: %d rank(s), %.1f M trainable parameters, at least %s", len(learner), parameters / 1e6, estimate
+        )
 
     def _join_ray(self) -> None:
         if ray.is_initialized():
@@ -178,9 +211,7 @@ class Cluster:
         worker = RewardWorker(rewards, timeout_s=config.reward.timeout_s, retries=config.reward.retries)
         deadline_s = worker.deadline_s(max(config.sampling.answers_per_group, config.eval.answers_per_prompt))
         worker.close()
-        actor = ray.remote(RewardWorker).options(
-            num_cpus=0, max_concurrency=REWARD_CONCURRENCY, max_restarts=-1, max_task_retries=0
-        )
+        actor = ray.remote(RewardWorker).options(**REWARD_ACTOR)
         actors = [
             actor.remote(
                 rewards,
@@ -191,7 +222,36 @@ class Cluster:
             for _ in range(config.reward.workers)
         ]
         alarm = ErrorAlarm(config.reward.max_error_ratio)
-        return RewardFleet(actors, deadline_s=deadline_s, tries=1 + config.reward.retries, alarm=alarm)
+        models = [self.models[model.name] for model in rewards.models if model.name in self.models]
+        tries = 1 + config.reward.retries
+        return RewardFleet(actors, deadline_s=deadline_s, tries=tries, alarm=alarm, models=models)
+
+    def _model_fleets(self) -> dict[str, RewardModelFleet]:
+        """A fleet for each reward model, by name; the reward fleets share them."""
+        config, placement = self._prepared.config, self.placement
+        actor = ray.remote(RewardModelWorker)
+        # Room for every group that can be asked for at once; the actor makes batches of them.
+        common = {"max_concurrency": 1000, "max_restarts": -1, "max_task_retries": 0}
+        bundle = placement.rollouts + placement.learners
+        fleets = {}
+        for model in self._models:
+            item = config.reward.models[model.name]
+            actors = []
+            for _ in range(item.replicas):
+                if placement.device == "gpu":
+                    options = actor_options(placement, self._group, bundle)
+                    bundle += 1
+                else:
+                    options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(1, "cpu")}}
+                actors.append(actor.options(**common, **options).remote(model, device=placement.device, gpus=item.gpus))
+            fleets[model.name] = RewardModelFleet(
+                model.name,
+                actors,
+                deadline_s=item.timeout_s,
+                tries=1 + config.reward.retries,
+                start_timeout_s=config.rollout.start_timeout_s,
+            )
+        return fleets
 
     def _learner_group(self) -> LearnerGroup:
         config, placement = self._prepared.config, self.placement
@@ -207,11 +267,11 @@ class Cluster:
     async def _leave(self) -> None:
         if not ray.is_initialized():
             return
-        for name in ("rollouts", "rewards", "checker", "clerks", "learner"):
-            part = getattr(self, name, None)
-            if part is not None:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    await part.close()
+        names = ("rollouts", "rewards", "checker", "watch_actors", "clerks", "learner")
+        parts = [part for name in names if (part := getattr(self, name, None)) is not None]
+        for part in [*parts, *getattr(self, "models", {}).values()]:
+            with contextlib.suppress(ray.exceptions.RayError):
+                await part.close()
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
         if self._started_ray:

@@ -65,8 +65,8 @@ def changed(config: Config, overrides: Sequence[str], check: Callable[[Config], 
 
 # What Hydra can't add to without «+», or at all where it is null: these overrides are merged in after it composed.
 _OWN_KEYS = re.compile(
-    r"\+{0,2}(?P<mapping>data\.(train|eval)|reward\.functions|eval\.checker|model\.chat_template_kwargs"
-    r"|rollout\.engine_options|algorithm\.\w+_options)(?P<inside>\.[^=]+)?="
+    r"\+{0,2}(?P<mapping>data\.(train|eval)|reward\.(functions|models)|eval\.checker|reward\.watch\.checker"
+    r"|model\.chat_template_kwargs|rollout\.engine_options|algorithm\.\w+_options)(?P<inside>\.[^=]+)?="
 )
 
 
@@ -83,7 +83,7 @@ def _merge(composed: DictConfig, override: str) -> None:
     value: Any = parsed.value()
     matched = _OWN_KEYS.match(override)
     if matched and not matched["inside"] and (mapping := OmegaConf.select(composed, matched["mapping"])) is not None:
-        # The keys of eval.checker are its type's: it is made anew instead of emptied.
+        # The keys of a checker are its type's: it is made anew instead of emptied.
         if dataclasses.is_dataclass(OmegaConf.get_type(mapping)):
             OmegaConf.update(composed, matched["mapping"], None)
         else:

@@ -73,17 +73,54 @@ class RewardFunctionConfig:
     options: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
     gate: bool = False  # below gate_threshold nothing else counts: the other functions add 0 to the total
     gate_threshold: float = 1.0  # the least unweighted value with which the gate is passed
-    needs: str | None = None  # the function whose verdict this one is given, as `verdict` or `verdicts`
+    needs: str | None = None  # the function or model whose verdict this one is given, as `verdict` or `verdicts`
+
+
+@dataclass
+class RewardModelConfig:
+    """A sequence classifier with one label that scores whole conversations, on actors of its own; docs/reward_models.md."""
+
+    path: str = MISSING  # a model folder with a chat template, or a hub id
+    engine: str = "transformers"  # transformers | vllm
+    weight: float = 1.0
+    gate: bool = False  # below gate_threshold nothing else counts: the other components add 0 to the total
+    gate_threshold: float = 1.0  # the least unweighted value, after normalisation, with which the gate is passed
+    normalise: str | None = None  # sigmoid | standard (score - mean) / std; null: the score as it is
+    mean: float | None = None  # standard: of the starting policy's scores, as std; fixed for the run
+    std: float | None = None
+    clip: float | None = None  # cut what comes out to [-clip, clip]
+    dtype: str = "bfloat16"  # bfloat16 | float32
+    max_tokens: int | None = None  # longer conversations are errors, never cut; null: its context or batch_tokens
+    batch_tokens: int = 16384  # in one forward pass, padding included
+    replicas: int = 1
+    # Of one replica, in a run on GPUs; a run on CPUs ignores it. Below 1 several share one, above 1 needs engine=vllm.
+    gpus: float = 1.0
+    timeout_s: float = 300.0  # for one group at one replica, waiting included; then another is asked (reward.retries)
+
+
+@dataclass
+class WatchConfig:
+    """An independent checker beside the reward, on training answers: the policy learns to game what it is trained on."""
+
+    checker: RewardFunctionConfig | None = None  # not a reward that is trained on; null: eval.checker, if it can judge
+    share: float = 0.25  # of the scored groups, chosen by a hash of their id; 0: nothing is watched
+    # Batches of the baseline, the first ones, and of the running mean. Short, so that the baseline is of a policy that has not
+    # learned to game yet; batches of few groups need more.
+    window_batches: int = 5
+    max_gap: float = 0.2  # growth over the baseline of mean(reward) - mean(checker) that is no alarm
+    on_gap: str = "warn"  # warn | stop: what the alarm does
 
 
 @dataclass
 class RewardConfig:
     functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
-    primary: str | None = None  # the correctness-like component; default: the first function
+    models: dict[str, RewardModelConfig] = field(default_factory=dict)  # components beside the functions, or alone
+    primary: str | None = None  # the correctness-like component; default: the first function, else the first model
     workers: int = 1
     timeout_s: float = 30.0  # for one call of one function, from its start
     retries: int = 1  # further tries after an error or a time-out, before a member is unscored
     max_error_ratio: float = 0.05  # a larger share of errored or timed-out rewards stops the run
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
 
 @dataclass
@@ -180,9 +217,13 @@ class AlgorithmConfig:
     proximal: str = "behaviour"  # behaviour | recompute | interpolate (A-3PO): what the ratio is taken against
     correction: str | None = None  # of learner.corrections, or a dotted path; with proximal=behaviour only a mask
     correction_options: dict[str, Any] = field(default_factory=dict)
-    kl_coefficient: float = 0.0  # of the KL term to the initial policy, in the loss
-    kl_estimator: str = "k3"
+    kl_coefficient: float = 0.0  # of the KL term to the initial policy
+    kl_placement: str = "loss"  # loss | reward (k1 off each token's reward; algorithm.advantage=reinforce_pp)
+    kl_estimator: str = "k3"  # in the loss
     entropy_coefficient: float = 0.0
+    # top_entropy | clip_cov | kl_cov, of learner.selection: tokens treated apart, at one more forward pass an update
+    selection: str | None = None
+    selection_options: dict[str, Any] = field(default_factory=dict)
     mask_truncated: bool = False  # leave answers that hit the length limit out of the loss
     updates_per_batch: int = 1  # optimizer updates, each on its share of the batch's groups
     epochs_per_batch: int = 1
@@ -199,9 +240,10 @@ class LearnerConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     max_grad_norm: float = 1.0
+    max_skipped_updates: int = 5  # in a row whose gradients are not finite; then the run stops
     max_tokens_per_microbatch: int = 4096
     logprob_chunk_tokens: int = 1024  # positions whose vocabulary logits are held at once
-    share_prefixes: bool | None = None  # compute a group's prompt once; null: where the model allows
+    share_prefixes: bool | None = None  # compute a group's prompt once; null: where that is predicted to be faster
     gradient_checkpointing: bool = False
     offload: bool = False  # optimizer state and, with ZeRO-3, parameters on the CPU (GPU ranks)
     threads: int | None = None  # CPU threads of one rank; null: shared out evenly
@@ -244,6 +286,42 @@ class ProfileConfig:
     band: tuple[float, float] = (0.2, 0.8)  # [low, high], both inclusive: prompts whose pass rate is in it are kept
     limit: int | None = None  # measure only the first so many prompts in a run's order (random where data.shuffle)
     out: str | None = None  # folder of the results; null: difficulty/ in the folder of run.name, else in run.dir
+
+
+@dataclass
+class DoctorConfig:
+    """For `headway doctor`: the parts of a run tried out before it; docs/doctor.md."""
+
+    groups: int = 4  # in each of the two batches that are learned; at most sampling.groups_per_batch
+    max_logprob_gap: float | None = None  # nats, mean over tokens of |engine's - learner's|; null: by model.dtype
+    out: str | None = None  # folder of the results; null: doctor/ in the folder of run.name, else in run.dir
+
+
+@dataclass
+class ReplayConfig:
+    """For `headway replay`: a step of a run computed again from its journal; docs/doctor.md."""
+
+    run: str | None = None  # folder of the run; its configuration is the one that counts
+    version: int | None = None  # replay the step from this version to the next; null: the newest that is written down
+    forward: bool = (
+        False  # compute the learner's logprobs again as well: from a checkpoint of that version, or version 0
+    )
+
+
+@dataclass
+class CheckRewardsConfig:
+    """For `headway check-rewards`: what rewards and checker give to answers of known quality, before training."""
+
+    sets: tuple[str, ...] = ("train", "eval")  # of data; data.train is judged by its rewards, data.eval by eval.checker
+    rows: int | None = 100  # of each source, drawn with run.seed; null: all
+    gold_column: str | None = (
+        None  # data column that holds a right completion; null: what the reward functions say is one
+    )
+    gold_template: str | None = None  # a right completion made of columns, as in "The answer is {answer}."
+    pays: float = 0.9  # share of the way from a row's worst answer to the best gold at which an answer counts as paid
+    max_gold_failures: int = 0  # golds that may not pay before it is an error
+    allow: list[str] = field(default_factory=list)  # kinds of wrong answers that may pay, such as unfinished_thought
+    out: str | None = None  # folder of the results; null: reward_check/ in the folder of run.name, else in run.dir
 
 
 @dataclass
@@ -327,5 +405,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    check_rewards: CheckRewardsConfig = field(default_factory=CheckRewardsConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)

@@ -33,6 +33,7 @@ Values: TypeAlias = Mapping[str, float | int | None]
 # What is worth showing of a batch: label, template, the metrics that fill it.
 FIGURES = (
     ("reward", "{:.3f}", ("reward/mean",)),
+    ("checker", "{:.3f} (gap {:+.3f})", ("watch/checker", "watch/gap")),
     ("stale", "{:.0%}", ("staleness/stale_ratio",)),
     ("groups", "{:g} kept, {:g} filtered, {:g} failed", ("group/trained", "group/filtered", "group/failed")),
     ("length", "{:.1f}, {:.0%} cut", ("response_length/mean", "response_length/truncated_ratio")),

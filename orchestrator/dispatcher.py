@@ -4,7 +4,8 @@ Contract
 - Every event of the queue goes through here, and what the queue answers is carried out at once (`_carry_out`), without an
   await in between: an outcome is recorded at the moment it is decided, so a snapshot between two awaits is consistent.
 - A group flies on its own: generate (again, for members that failed, as the queue says), score, tell the queue. A failure
-  of the infrastructure ends the group, never the run, unless no actor is left.
+  of the infrastructure ends the group, never the run, unless no actor is left. What was scored whole is also shown to the
+  watcher, which holds nothing up.
 - Between `ground` and `clear` the engines are free for a learner that needs their devices: what was being written is
   parked with the tokens it has, and goes on afterwards, under newer weights, with what is left of its budget.
 - `sampling.early_stop`: a group that is overdue is parked and judged by the answers that came in time. If these say that
@@ -14,7 +15,6 @@ Contract
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -33,6 +33,7 @@ from orchestrator.reporting import BatchReport
 from orchestrator.reward_fleet import RewardFleet, RewardsLost, lost_rewards
 from orchestrator.sampling_queue import SamplingQueue
 from orchestrator.sampling_types import Commands, Done, Member, OfferAgain, Resample, Stage
+from orchestrator.watcher import Watcher
 from rollout_workers.worker import RolloutRequest, SamplingSettings
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Dispatcher:
         clerks: ClerkFleet,
         report: BatchReport,
         pass_rates: PassRates,
+        watcher: Watcher,
         *,
         filter_on: str,
         lineage: int,
@@ -71,6 +73,7 @@ class Dispatcher:
         self._clerks = clerks
         self._report = report
         self._pass_rates = pass_rates
+        self._watcher = watcher
         self._filter_on = filter_on
         self._lineage = lineage
         self._start_task = start_task
@@ -148,6 +151,7 @@ class Dispatcher:
         members = flight.members(self._filter_on)
         commands = self._queue.scored(flight.group_id, members)
         self._judged(flight, members)
+        self._watcher.look_at(flight)
         if flight.control is not None:
             useful = not any(isinstance(c, Done) and c.outcome is Stage.FILTERED for c in commands)
             self._report.went_on(flight, useful=useful)
@@ -254,7 +258,7 @@ class Dispatcher:
         await self._score(flight, self._payload(flight))
         members = [m for m in flight.members(self._filter_on) if m.index in flight.results]
         stoppable = self._queue.hardly_useful(members)
-        if stoppable and _draw(flight.group_id) >= self._config.sampling.early_stop.control_share:
+        if stoppable and flight.draw("control") >= self._config.sampling.early_stop.control_share:
             commands = self._queue.stopped(flight.group_id)
             self._judged(flight, members)
             self._report.stopped(flight)
@@ -283,8 +287,3 @@ class Dispatcher:
                     )
         self.dispatch()
         self._changed()
-
-
-def _draw(group_id: str) -> float:
-    """A number from 0 to 1 that depends on the group alone."""
-    return int.from_bytes(hashlib.sha256(group_id.encode()).digest()[:8], "big") / 2**64

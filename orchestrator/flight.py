@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Flight:
     control: int | None = None  # tokens it had when it could have been stopped early, and was not
     reports: dict[int, MemberReport] = field(default_factory=dict)
     results: dict[int, RewardResult] = field(default_factory=dict)
+    checked: dict[int, float | None] = field(default_factory=dict)  # by reward.watch, late or never
 
     @property
     def answered(self) -> list[int]:
@@ -62,6 +64,11 @@ class Flight:
         """Sampled so far."""
         return sum(report.response_length for report in self.reports.values())
 
+    def draw(self, purpose: str) -> float:
+        """A number from 0 to 1 that depends on the group and the purpose alone."""
+        digest = hashlib.sha256(f"{purpose}/{self.group_id}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") / 2**64
+
     def add(self, generated: Generated) -> None:
         """What came of one request."""
         self.reports |= {member.index: member for member in generated.members}
@@ -77,6 +84,11 @@ class Flight:
     def judge(self, results: Sequence[RewardResult]) -> None:
         self.results = dict(zip(self.answered, results, strict=True))
         self.scored_at = time.time()
+
+    def component(self, index: int, name: str) -> float | None:
+        """One reward function's value of a scored member; None where there is none."""
+        result = self.results.get(index)
+        return None if result is None or result.value is None else result.components.get(name)
 
     def members(self, filter_on: str) -> list[Member]:
         """What the queue is told. A member without an answer is errored; a failure is never a number."""
@@ -136,5 +148,6 @@ class Flight:
             "dispatched_at": self.dispatched_at,
             "generated_at": self.generated_at,
             "scored_at": self.scored_at,
+            "checker_value": self.checked.get(index),
             **extra,
         }

@@ -87,6 +87,7 @@ TRAJECTORIES = pa.schema(
         pa.field("reward_metrics", _NUMBERS),
         pa.field("reward_detail", _JSON),
         pa.field("reward_step_values", pa.list_(pa.float64())),
+        pa.field("checker_value", pa.float64()),  # of reward.watch; null where it was not asked or not done yet
         _required("trained", pa.bool_()),  # False: in the batch, but left out of the loss
         pa.field("advantage", pa.float64()),  # null where it has none
         _required("temperature", pa.float64()),
@@ -125,7 +126,8 @@ class TrajectoryRow:
     applied), None if it computed none. The batch's optimizer updates are `optimizer_step_start` (inclusive)
     to `optimizer_step_end` (exclusive). `trained` is False for a member that was left out of the loss (stale,
     masked, unscored), `advantage` None where it has none. `sampling` holds the request's parameters besides
-    the temperature. Times are Unix seconds, None where a phase was never reached.
+    the temperature. Times are Unix seconds, None where a phase was never reached. `checker_value` is the verdict
+    of reward.watch where there was one by then.
 
     Raises ValueError, naming the trajectory, when the learner's logprobs are not as many as its tokens.
     """
@@ -144,6 +146,7 @@ class TrajectoryRow:
     generated_at: float | None = None
     scored_at: float | None = None
     trained_at: float | None = None
+    checker_value: float | None = None
 
     def __post_init__(self) -> None:
         expected = len(self.trajectory.token_ids)
@@ -232,6 +235,7 @@ def write_trajectories(
         "reward_metrics": [r and _numbers(r.metrics) for r in rewards],
         "reward_detail": [r and _json(r.detail) for r in rewards],
         "reward_step_values": [r and r.step_values for r in rewards],
+        "checker_value": [row.checker_value for row in rows],
         "trained": [row.trained for row in rows],
         "advantage": [row.advantage for row in rows],
         "temperature": [row.temperature for row in rows],

@@ -82,6 +82,27 @@ CATALOGUE = (
     ),
     Metric("reward_metric/<component>/passed", "answers that passed a gate, of those that it judged", "share"),
     Metric("reward_metric/<metric>", "mean of a number that a reward function reported beside its value", "1"),
+    # The independent checker.
+    Metric("watch/reward", "mean unweighted value of the primary reward function", "reward"),
+    Metric("watch/checker", "mean verdict of the checker", "reward"),
+    Metric("watch/gap", "watch/reward - watch/checker", "reward"),
+    Metric(
+        "watch/gap_growth",
+        "mean gap over the last reward.watch.window_batches batches - that over the first ones; reward.watch.max_gap is the limit",
+        "reward",
+    ),
+    Metric("watch/gap_growth_error", "standard error of the growth, over groups; the alarm takes 3 of them", "reward"),
+    Metric(
+        "watch/agreement",
+        "pairs of one group's answers that the checker tells apart and the reward orders alike; a tie of the reward counts half",
+        "share",
+    ),
+    Metric("watch/answers", "answers with both values", "answers"),
+    Metric(
+        "watch/unscored_ratio",
+        "answers with a reward and without a verdict of the checker: it failed, gave none, or was too slow to be asked",
+        "share",
+    ),
     # Groups.
     Metric("group/dispatched", "groups sent to the rollout workers", "groups"),
     Metric("group/scored", "groups whose answers were generated and judged", "groups"),
@@ -185,8 +206,10 @@ CATALOGUE = (
     ),
     Metric("actor/clip_ratio", "trained tokens whose gradient was removed by the loss's clipping", "share"),
     Metric("actor/masked_ratio", "trained tokens that algorithm.correction took out of the loss: weight 0", "share"),
+    Metric("actor/selected_ratio", "trained tokens that algorithm.selection treats apart", "share"),
     Metric("actor/correction_mean", "mean weight of the trained tokens by algorithm.correction", "1"),
     Metric("actor/grad_norm", "global gradient norm before clipping, mean over the batch's updates", "1"),
+    Metric("actor/skipped_updates", "updates left out because their gradient was not finite", "updates"),
     Metric("actor/lr", "learning rate of the batch's last update", "1"),
     Metric("actor/staleness_<n>/clip_ratio", "actor/clip_ratio of the tokens of staleness n", "share"),
     Metric("actor/staleness_<n>/masked_ratio", "actor/masked_ratio of the tokens of staleness n", "share"),
@@ -303,6 +326,8 @@ SECTIONS = {
     "reward": "Over the answers of ALL groups judged since the record before, kept and set aside alike: "
     "filtering does not flatter the numbers. Shares are of these answers.",
     "reward_metric": "Over the same answers as the reward metrics.",
+    "watch": "Is the reward being gamed? Over the answers of a share of the groups (reward.watch.share), kept and set aside alike, "
+    "whose verdict came since the record before, unless said otherwise.",
     "group": "Counts since the record before.",
     "data": "A prompt's pass rate is the mean of its group's sampling.filter_on values, held to 0 to 1, averaged over its "
     "groups with sampling.difficulty.memory as the newest one's weight. `data/skipped` counts since the record before, the others "

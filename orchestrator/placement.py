@@ -1,8 +1,9 @@
 """Where actors go, and whether they fit: checked against the cluster before anything is started.
 
 Every rollout actor gets one bundle of one node (its tensor-parallel devices are never split over nodes), every learner
-rank one. In `split` mode engines and learner have devices of their own; in `shared` mode they take turns, so both claim
-half of each: on GPUs that is Ray's fractional GPU, on CPUs the threads overlap.
+rank one, and on GPUs every replica of a reward model one, of devices that neither has. On CPUs reward models reserve nothing
+and have one thread each. In `split` mode engines and learner have devices of their own; in `shared` mode they take turns, so
+both claim half of each: on GPUs that is Ray's fractional GPU, on CPUs the threads overlap.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Placement:
     learners: int
     rollout_threads: int
     learner_threads: int
+    reward_gpus: tuple[float, ...] = ()  # of each replica of a reward model; empty on CPUs
 
     @property
     def engines_sleep(self) -> bool:
@@ -35,13 +37,15 @@ class Placement:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Rollout actors first, then learner ranks."""
-        return [self.rollout_bundle] * self.rollouts + [self.learner_bundle] * self.learners
+        """Rollout actors first, then learner ranks, then reward models."""
+        models = [{"GPU": gpus, "CPU": 1.0} for gpus in self.reward_gpus]
+        return [self.rollout_bundle] * self.rollouts + [self.learner_bundle] * self.learners + models
 
 
-def plan(config: Config, nodes: list[dict[str, float]]) -> Placement:
+def plan(config: Config, nodes: list[dict[str, float]], reward_gpus: Sequence[float] = ()) -> Placement:
     """Lay the run out over `nodes` (each node's resources as Ray reports them).
 
+    `reward_gpus` are the GPUs of each replica of a reward model that is to be started.
     Raises ConfigError, with what was asked and what is there, when it does not fit.
     """
     gpus = sum(node.get("GPU", 0) for node in nodes)
@@ -52,7 +56,7 @@ def plan(config: Config, nodes: list[dict[str, float]]) -> Placement:
     shared = config.placement.mode == "shared"
     replicas, ranks = config.rollout.replicas, config.learner.ranks
     if device == "gpu":
-        return _on_gpus(config, nodes, shared=shared)
+        return _on_gpus(config, nodes, tuple(reward_gpus), shared=shared)
     if config.rollout.weights.transport == "nccl":
         raise ConfigError("rollout.weights.transport=nccl needs GPUs, and placement.device is cpu; leave it at auto")
     share = 0.5 if shared else 1.0
@@ -82,9 +86,9 @@ def plan(config: Config, nodes: list[dict[str, float]]) -> Placement:
     )
 
 
-def _fits(cores: Sequence[float], nodes: list[dict[str, float]]) -> bool:
-    """Whether actors with so many cores each find room, every one on one node; the largest is placed first."""
-    free = [node.get("CPU", 0) for node in nodes]
+def _fits(cores: Sequence[float], nodes: list[dict[str, float]], kind: str = "CPU") -> bool:
+    """Whether actors with so many cores (or GPUs) each find room, every one on one node; the largest is placed first."""
+    free = [node.get(kind, 0) for node in nodes]
     for wanted in sorted(cores, reverse=True):
         node = next((i for i, room in enumerate(free) if room >= wanted), None)
         if node is None:
@@ -99,7 +103,9 @@ def _per_node(nodes: list[dict[str, float]]) -> str:
     return f"{sum(counts):g}" + (f" ({' + '.join(f'{count:g}' for count in counts)})" if len(counts) > 1 else "")
 
 
-def _on_gpus(config: Config, nodes: list[dict[str, float]], *, shared: bool) -> Placement:
+def _on_gpus(
+    config: Config, nodes: list[dict[str, float]], reward_gpus: tuple[float, ...], *, shared: bool
+) -> Placement:
     replicas, ranks, width = (
         config.rollout.replicas,
         config.learner.ranks,
@@ -110,13 +116,15 @@ def _on_gpus(config: Config, nodes: list[dict[str, float]], *, shared: bool) -> 
         raise ConfigError(
             f"rollout.tensor_parallel_size={width} needs that many GPUs on one node, the largest has {max(there, default=0)}"
         )
-    asked = max(replicas * width, ranks) if shared else replicas * width + ranks
+    for_models = _whole_devices(reward_gpus)
+    asked = (max(replicas * width, ranks) if shared else replicas * width + ranks) + sum(for_models)
     # An engine's devices lie on one node: what a node has beyond whole engines can only serve learner ranks.
     engines = sum(count // width for count in there)
-    if asked > sum(there) or replicas > engines:
+    if asked > sum(there) or replicas > engines or not _fits([*[width] * replicas, *for_models], nodes, "GPU"):
+        models = f", reward.models: {sum(for_models)} for {len(reward_gpus)} replicas" if reward_gpus else ""
         raise ConfigError(
             f"the run asks for {asked} GPUs (rollout.replicas={replicas} x rollout.tensor_parallel_size={width}, "
-            f"learner.ranks={ranks}, placement.mode={config.placement.mode}); the cluster has {sum(there)}, "
+            f"learner.ranks={ranks}{models}, placement.mode={config.placement.mode}); the cluster has {sum(there)}, "
             f"room for {engines} engines of that size"
         )
     share = 0.5 if shared else 1.0
@@ -129,7 +137,21 @@ def _on_gpus(config: Config, nodes: list[dict[str, float]], *, shared: bool) -> 
         learners=ranks,
         rollout_threads=1,
         learner_threads=1,
+        reward_gpus=reward_gpus,
     )
+
+
+def _whole_devices(shares: Sequence[float]) -> list[int]:
+    """The GPUs that replicas with these shares take: one of several each, or one that several below 1 have together."""
+    whole = [int(share) for share in shares if share >= 1]
+    free: list[float] = []
+    for share in sorted((share for share in shares if share < 1), reverse=True):
+        device = next((i for i, room in enumerate(free) if room >= share - 1e-9), None)
+        if device is None:
+            free.append(1.0 - share)
+        else:
+            free[device] -= share
+    return whole + [1] * len(free)
 
 
 def actor_environment(threads: int, device: str) -> dict[str, str]:
@@ -156,8 +178,11 @@ def actor_options(placement: Placement, group: Any, index: int) -> dict[str, Any
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     bundle = placement.bundles[index]
-    rollout = index < placement.rollouts
-    threads = placement.rollout_threads if rollout else placement.learner_threads
+    threads = 1  # of a reward model
+    if index < placement.rollouts:
+        threads = placement.rollout_threads
+    elif index < placement.rollouts + placement.learners:
+        threads = placement.learner_threads
     return {
         "num_cpus": bundle.get("CPU", 0),
         "num_gpus": bundle.get("GPU", 0),

@@ -7,7 +7,7 @@ process and writes nothing but the user's model cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from orchestrator.config import Config, ConfigError, RewardFunctionConfig, Sourc
 from orchestrator.derived import queue_settings
 from orchestrator.models import resolve_model
 from orchestrator.prompts import PromptSource, load_sources, refuse_long_prompts, require_batch
+from orchestrator.reward_models import check_models, reward_models
 from reward_workers.function import RewardFunction, RewardFunctionError
-from reward_workers.reward import RewardSet
+from reward_workers.reward import RewardModel, RewardSet
 from rollout_workers.chat import ChatTemplate
 
 logger = logging.getLogger(__name__)
@@ -34,11 +35,18 @@ class Prepared:
     evaluation: list[PromptSource]
     rewards: RewardSet
     checker: RewardSet | None  # None: nothing is evaluated
+    watch: RewardSet | None = None  # judges training answers beside the rewards: `checker` or its own; None: nothing
 
     @property
     def filter_on(self) -> str:
         """The component that must differ within a group."""
         return self.config.sampling.filter_on or self.rewards.primary
+
+    def models(self, *, training: bool) -> tuple[RewardModel, ...]:
+        """The reward models that have to be started. What only evaluates asks its checker, and needs none for the rewards."""
+        sets = [self.rewards] if training or self.checker is None else []
+        sets += [self.checker] if self.checker is not None else []
+        return tuple({model.name: model for rewards in sets for model in rewards.models}.values())
 
 
 def prepare(config: Config, reward: UserReward | None = None, *, training: bool = True) -> Prepared:
@@ -66,9 +74,45 @@ def prepare(config: Config, reward: UserReward | None = None, *, training: bool 
         for source in evaluation:
             _check_rows(source, checker, "data.eval")
         _check_options(checker, "eval.checker")
+        check_models(config, checker.models, evaluation, "data.eval")
     if training:
         _check_options(rewards, "reward.functions")
-    return Prepared(config, model_path, chat, train, evaluation, rewards, checker)
+        check_models(config, rewards.models, train, "data.train")
+    watch = _watch(config, rewards, checker, train) if training else None
+    return Prepared(config, model_path, chat, train, evaluation, rewards, checker, watch)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked and what judges it, without a model. `checker` is eval.checker; None where there is none."""
+
+    train: list[PromptSource]
+    evaluation: list[PromptSource]
+    rewards: RewardSet
+    checker: RewardSet | None
+
+
+def prepare_task(
+    config: Config, reward: UserReward | None, draw: Callable[[PromptSource], PromptSource], sets: Collection[str]
+) -> Task:
+    """Load and check those of the `sets` train and eval, as far as `draw` takes their rows. Without eval.checker the primary
+    reward stands for it in data.eval, as in evaluation.
+    """
+    rewards = _rewards(config, reward)
+    train = [draw(source) for source in load_sources(config.data.train, "train")] if "train" in sets else []
+    evaluation = [draw(source) for source in load_sources(config.data.eval, "eval")] if "eval" in sets else []
+    if not train and not evaluation:
+        raise ConfigError("data: no source of prompts; give data.train.NAME.path or data.train.NAME.generator")
+    checker = _checker(config, rewards) if evaluation or config.eval.checker is not None else None
+    for key, sources, judges in (("train", train, rewards), ("eval", evaluation, checker)):
+        for source in sources:
+            assert judges is not None
+            _check_rows(source, judges, f"data.{key}")
+    _check_options(rewards, "reward.functions")
+    check_models(config, rewards.models, train, "data.train")
+    if checker is not None:
+        _check_options(checker, "eval.checker")
+    return Task(train, evaluation, rewards, checker)
 
 
 def _check_context(config: Config, model_path: str) -> None:
@@ -87,12 +131,18 @@ def _check_context(config: Config, model_path: str) -> None:
 
 def _rewards(config: Config, reward: UserReward | None) -> RewardSet:
     try:
+        models = reward_models(config)
         if reward is not None:
-            return RewardSet.of(reward)
-        if not config.reward.functions:
-            raise ConfigError("reward.functions: no reward function; give reward.functions.NAME.path=module.function")
+            # The configuration's primary may be a function that the caller's take the place of.
+            primary = config.reward.primary if config.reward.primary in config.reward.models else None
+            return RewardSet(RewardSet.of(reward).functions, primary or "", models=models)
+        if not config.reward.functions and not models:
+            raise ConfigError(
+                "reward.functions: no reward function; give reward.functions.NAME.path=module.function, or "
+                "reward.models.NAME.path"
+            )
         functions = [_function(name, item) for name, item in config.reward.functions.items()]
-        return RewardSet(tuple(functions), config.reward.primary or "")
+        return RewardSet(tuple(functions), config.reward.primary or "", models=models)
     except RewardFunctionError as error:
         raise ConfigError(f"reward.functions: {error}") from error
 
@@ -110,10 +160,51 @@ def _checker(config: Config, rewards: RewardSet) -> RewardSet:
         )
     try:
         if config.eval.checker is None:
-            return RewardSet(rewards.select([rewards.primary]))
+            return rewards.only([rewards.primary])
         return RewardSet((_function(CHECKER, config.eval.checker),))
     except RewardFunctionError as error:
         raise ConfigError(f"eval.checker: {error}") from error
+
+
+def _watch(
+    config: Config, rewards: RewardSet, checker: RewardSet | None, train: Sequence[PromptSource]
+) -> RewardSet | None:
+    """What judges training answers beside the rewards. `eval.checker` does where it can, reward.watch.checker must."""
+    own = config.reward.watch.checker
+    chosen = own or config.eval.checker
+    if chosen is None or not config.reward.watch.share:
+        return None
+    try:
+        watch = checker if own is None and checker is not None else RewardSet((_function(CHECKER, chosen),))
+        _refuse_trained_on(watch.functions[0], rewards)
+        for prompt in (prompt for source in train for prompt in source):
+            if rewards.primary in (function.name for function in rewards.select(prompt.reward)):
+                try:
+                    watch.check_row(prompt.columns)
+                except RewardFunctionError as error:
+                    raise RewardFunctionError(f"row {prompt.prompt_id!r} of data.train: {error}") from error
+        if watch is not checker:
+            watch.functions[0].check_options()
+    except RewardFunctionError as error:
+        if own is not None:
+            raise ConfigError(f"reward.watch.checker: {error}") from error
+        logger.warning(
+            "reward.watch is off: eval.checker can't watch the training reward. %s. Give reward.watch.checker, or "
+            "reward.watch.share=0 for no watch",
+            error,
+        )
+        return None
+    return watch
+
+
+def _refuse_trained_on(checker: RewardFunction, rewards: RewardSet) -> None:
+    """What the policy is trained on can't tell that it is being gamed."""
+    for function in rewards.functions:
+        counts = function.weight != 0 or function.name == rewards.primary
+        if counts and checker.same_as(function):
+            raise RewardFunctionError(
+                f"it is the same as the training reward {function.name!r}, and so not independent of it"
+            )
 
 
 def _check_rows(source: PromptSource, rewards: RewardSet, key: str) -> None:

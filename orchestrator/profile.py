@@ -146,15 +146,18 @@ def settings_of(prepared: Prepared) -> dict[str, Any]:
         settings[f"reward.functions.{f.name}.path"] = f.function if isinstance(f.function, str) else f.name
         settings[f"reward.functions.{f.name}.weight"] = f.weight
         settings[f"reward.functions.{f.name}.options"] = dict(f.options)
+    for model in prepared.rewards.models:
+        settings[f"reward.models.{model.name}"] = dataclasses.asdict(config.reward.models[model.name])
     return settings
 
 
 def for_profile(config: Config) -> Config:
-    """The configuration that the parts see: groups of `profile.answers_per_prompt`, no batch, nothing held out."""
+    """The configuration that the parts see: groups of `profile.answers_per_prompt`, no batch, nothing held out or watched."""
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, eval={}),
         eval=dataclasses.replace(config.eval, max_response_tokens=None),
+        reward=dataclasses.replace(config.reward, watch=dataclasses.replace(config.reward.watch, share=0)),
         sampling=dataclasses.replace(
             config.sampling, groups_per_batch=1, answers_per_group=config.profile.answers_per_prompt
         ),

@@ -204,6 +204,7 @@ _ACTOR_MEANS = {
     "clip_ratio": "clipped",
     "masked_ratio": "masked",
     "correction_mean": "correction",
+    "selected_ratio": "selected",
 }
 # What is also told for each staleness on its own.
 _ACTOR_SPLIT = ("clip_ratio", "masked_ratio")
@@ -214,9 +215,9 @@ def learner_metrics(reports: list[LearnReport], tally: LearnTally) -> dict[str, 
     """`actor/*` and `mismatch/*`: sums over all ranks first, one division at the end."""
     report = reports[0]
     updates = len(report.grad_norms)
-    values: dict[str, float] = {}
+    values: dict[str, float] = {"actor/skipped_updates": len(report.skipped)}
     if updates:  # none where algorithm.mask_truncated left nothing
-        values = {
+        values |= {
             "actor/grad_norm": sum(report.grad_norms) / updates,
             "actor/lr": report.learning_rates[-1],
             "actor/loss": tally.total("loss") / updates,

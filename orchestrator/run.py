@@ -22,7 +22,7 @@ from orchestrator.batching import LearningPlan, plan_learning
 from orchestrator.checkpoint import Cadence, Checkpoint, CheckpointStore, restore_rng, rng_state
 from orchestrator.cluster import Cluster
 from orchestrator.console import Console, ConsoleState, QueueView, Sample
-from orchestrator.derived import probe_texts, queue_settings, shares_prefixes
+from orchestrator.derived import prefix_sharing, probe_texts, queue_settings
 from orchestrator.difficulty import DifficultySampler, PassRates
 from orchestrator.dispatcher import Dispatcher
 from orchestrator.evaluation import Evaluator, SetResult, metrics_of
@@ -35,7 +35,9 @@ from orchestrator.reporting import BatchReport, queue_gauges
 from orchestrator.sampling_queue import SamplingQueue
 from orchestrator.sampling_types import Batch, OnStarved, Starvation
 from orchestrator.sinks import Recorder, WandbSink
+from orchestrator.skipped import SkippedUpdates
 from orchestrator.staleness import AdaptiveBound
+from orchestrator.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +107,18 @@ class Run:
             dtype=config.model.dtype,
             max_gap=config.rollout.weights.probe_max_gap,
         )
-        self.share_prefixes = shares_prefixes(prepared)
+        self.share_prefixes, self.pair_cost = prefix_sharing(prepared)
         self.placement = cluster.placement
         self.report = BatchReport(prepared.filter_on, self.queue.counts)
+        self.watcher = Watcher(
+            config,
+            prepared.rewards.primary,
+            cluster.watch,
+            self.clerks,
+            state=state.get("watch"),
+            start_task=lambda work: self.tasks.create_task(work),
+            alert=wandb.alert,
+        )
         self.changed = changed  # something happened that the loop may be waiting for
         self.dispatcher = Dispatcher(
             config,
@@ -118,6 +129,7 @@ class Run:
             self.clerks,
             self.report,
             self.pass_rates,
+            self.watcher,
             filter_on=prepared.filter_on,
             lineage=lineage,
             start_task=lambda work: self.tasks.create_task(work),
@@ -125,6 +137,7 @@ class Run:
         )
         self.flights = self.dispatcher.flights
         self.bound = self._adaptive_bound(state.get("bound"))
+        self.skipped = SkippedUpdates(folder, config.learner.max_skipped_updates)
         self.metrics: dict[str, Any] = {}
         self.sample: Sample | None = None
 
@@ -152,16 +165,21 @@ class Run:
         if self.config.rollout.weights.canary:
             self._show("canary")
             await self.probe.canary(lambda: self.rollouts.broadcast(self.learner, self.version), self.config.run.seed)
+        await self.train()
+        await self._export_model()
+
+    async def train(self) -> None:
+        """The loop, together with all that it starts. The probe has begun, and engines and learner are at one version."""
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 try:
                     await self.loop()
                 finally:
                     self.dispatcher.stop()
+                    self.watcher.stop()
         except BaseExceptionGroup as group:
             # One cause is enough for a person; a group's failure cancels everything else.
             raise _first(group) from group
-        await self._export_model()
 
     async def loop(self) -> None:
         await self._evaluate_if_due()
@@ -251,7 +269,12 @@ class Run:
         """All optimizer updates of a batch; its journal is written meanwhile."""
         self._show("learn")
         plan = plan_learning(
-            self.config, batch, self.flights, ranks=len(self.learner), share_prefixes=self.share_prefixes
+            self.config,
+            batch,
+            self.flights,
+            ranks=len(self.learner),
+            share_prefixes=self.share_prefixes,
+            pair_cost=self.pair_cost,
         )
         payloads = [self.flights[group.group_id].payload for group in batch.groups]
         step_before = self.learner.optimizer_step
@@ -260,6 +283,7 @@ class Run:
         reports, tally, logprobs = await self.learner.learn(plan.ranks, payloads)
         if self.placement.engines_sleep:
             await self.rollouts.wake()
+        self.skipped.note(self.version, reports)
         rows = self._journal_rows(batch, plan, step_before, reports[0].optimizer_step)
         self.journaled = self.tasks.create_task(
             self.clerks.write_journal(
@@ -354,6 +378,7 @@ class Run:
                 "rng": rng_state(),
                 "bound": None if self.bound is None else self.bound.state(),
                 "evaluated": self.evaluated,
+                "watch": self.watcher.state(),
             }
             names = await self.learner.save(staging)
             await asyncio.to_thread(self.store.commit, self.version, state, names)
@@ -371,8 +396,10 @@ class Run:
                 self.queue.run_ahead(self.bound.observe(values["mismatch/ess"], values["mismatch/kl"]))
         # Of this batch's histogram alone; a staleness that no answer has is absent.
         self.metrics = {name: v for name, v in self.metrics.items() if not name.startswith("staleness/share/")}
-        self._log(values | self.rollouts.metrics() | self.prompts.metrics() | self.pass_rates.metrics())
+        values |= self.rollouts.metrics() | self.prompts.metrics() | self.pass_rates.metrics()
+        self._log(values | self.watcher.close_batch())
         self._show("collect")
+        self.watcher.sound()
 
     def _log(self, values: dict[str, float]) -> None:
         record = self.recorder.log(self.version, values)

@@ -14,6 +14,9 @@ Contract:
   trajectory as `verdict`, or the group's as `verdicts`.
 - A function may say which rows it can judge: its `check_row` (`rows_checked_by`) takes the columns and options
   that it names, and raises ValueError for a row whose gold can't be used. It is asked before a run starts.
+- A function may say what a right answer to a row is: its `write_gold` (`gold_written_by`) takes the columns and options
+  that it names, and returns the whole completion, several that are all right, or None where it knows none. `headway
+  check-rewards` judges them, and wrong answers made of them.
 - What a function returns is checked. NaN, infinity, another type or a wrong length is an error that names the
   function, never a number.
 
@@ -34,13 +37,15 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import cloudpickle
 
-from rollout_workers.trajectory import RewardResult, Status, Trajectory, TrajectoryGroup
+from rollout_workers.trajectory import Message, RewardResult, Status, Trajectory, TrajectoryGroup
 
 MEMBER_ARGUMENTS = ("prompt", "completion", "messages", "trajectory")
 GROUP_ARGUMENTS = ("prompts", "completions", "completion_ids", "trajectories", "group")
@@ -48,6 +53,7 @@ TRL_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")  # supplied in whol
 VERDICT, VERDICTS = "verdict", "verdicts"  # of the function that is needed, in calls of the two kinds
 
 F = TypeVar("F", bound=Callable[..., Any])
+Gold = str | Message  # a right answer: its text, or the assistant message where text alone can't say it (tool calls)
 
 
 class RewardFunctionError(ValueError):
@@ -59,6 +65,16 @@ def rows_checked_by(check: Callable[..., None]) -> Callable[[F], F]:
 
     def mark(function: F) -> F:
         function.check_row = check  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def gold_written_by(write: Callable[..., Gold | Sequence[Gold] | None]) -> Callable[[F], F]:
+    """Decorator: `write` is a reward function's `write_gold`."""
+
+    def mark(function: F) -> F:
+        function.write_gold = write  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -148,7 +164,7 @@ class Call:
             return [_as_result(self.function, returned)]
         if hasattr(returned, "tolist"):  # numpy arrays and torch tensors
             returned = returned.tolist()
-        if not isinstance(returned, Sequence) or isinstance(returned, str | bytes):
+        if not isinstance(returned, Sequence) or isinstance(returned, str | bytes | bytearray):
             raise TypeError(
                 f"reward function {self.function!r} judges whole groups: it must return a list of "
                 f"{self.size} results, got {_shown(returned)}"
@@ -222,6 +238,10 @@ class RewardFunction:
         target = self._target()
         return target(**self.options) if self.signature.is_class else target
 
+    def same_as(self, other: RewardFunction) -> bool:
+        """Whether both are one function with the same options, whatever their names and weights."""
+        return self._target() == other._target() and dict(self.options) == dict(other.options)
+
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises RewardFunctionError unless rows with these columns supply every argument."""
         signature = self.signature
@@ -249,6 +269,25 @@ class RewardFunction:
             self._row_check(**{name: given[name] for name in names if name in given})
         except ValueError as error:
             raise RewardFunctionError(f"reward function {self.name!r} can't judge it: {error}") from error
+
+    def golds(self, columns: Mapping[str, Any]) -> tuple[Gold, ...]:
+        """Right answers to a row with these columns, as far as the function says them: none where it knows none, or the
+        row lacks a column that they are made of. Raises RewardFunctionError for a row whose gold can't be used.
+        """
+        write = getattr(self._target(), "write_gold", None)
+        if write is None:
+            return ()
+        given = {**columns, **self.options}
+        parameters = inspect.signature(write).parameters
+        if any(p.default is p.empty and name not in given for name, p in parameters.items()):
+            return ()
+        try:
+            written = write(**{name: given[name] for name in parameters if name in given})
+        except ValueError as error:
+            raise RewardFunctionError(f"reward function {self.name!r} can't write its gold: {error}") from error
+        if written is None:
+            return ()
+        return (written,) if isinstance(written, str | Mapping) else tuple(written)
 
     def check_options(self) -> None:
         """Let the function itself say, before a run starts, whether it can work: calls its `check_options` with the
@@ -415,12 +454,14 @@ def _as_result(name: str, returned: Any) -> RewardResult:
 def _number(name: str, value: Any) -> float:
     if hasattr(value, "tolist"):  # numpy and torch scalars
         value = value.tolist()
-    if not isinstance(value, int | float):
+    if not isinstance(value, Real | Decimal):
         raise TypeError(f"reward function {name!r} must return a number, None or a RewardResult, got {_shown(value)}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
+    except ValueError:  # Decimal's signalling NaN
+        number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"reward function {name!r} returned {number}; a reward must be finite")
     return number

@@ -5,8 +5,8 @@ The policy sorts a support ticket and answers `{"category": "billing"}`. Its for
 category here: a data row lists the labels that are acceptable for its ticket (`labels`). `conf/reward/triage.yaml` puts
 the three together.
 
-The reward reads the category wherever it stands, so that it can be learned before the form is. The checker of
-evaluation is written apart and asks for both.
+The reward reads the category wherever it stands outside of a thought, so that it can be learned before the form is. The
+checker of evaluation is written apart and asks for both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from reward_workers.function import rows_checked_by
+from reward_workers.function import gold_written_by, rows_checked_by
+from reward_workers.strict_json import after_thought
 from rollout_workers.trajectory import RewardResult
 
 CATEGORIES = ("billing", "technical", "shipping", "account")
@@ -28,13 +29,19 @@ def check_labels(labels: Sequence[str]) -> None:
         raise ValueError(f"labels={labels!r}: expected a list of some of {', '.join(CATEGORIES)}")
 
 
+def write_labels(labels: Sequence[str]) -> list[str]:
+    """An answer in the right form for each acceptable label."""
+    return [json.dumps({"category": label}) for label in labels]
+
+
 @rows_checked_by(check_labels)
+@gold_written_by(write_labels)
 def category(completion: str, labels: Sequence[str]) -> RewardResult:
     """1 if the completion names one category, and that is an acceptable one, else 0.
 
     Naming several earns nothing, or a list of all would always be right. Metrics: `names_none` and `names_several`.
     """
-    named = {word.lower() for word in _WORD.findall(completion)}
+    named = {word.lower() for word in _WORD.findall(after_thought(completion) or "")}
     return RewardResult(
         float(len(named) == 1 and named <= set(labels)),
         metrics={"names_none": float(not named), "names_several": float(len(named) > 1)},
@@ -42,6 +49,7 @@ def category(completion: str, labels: Sequence[str]) -> RewardResult:
 
 
 @rows_checked_by(check_labels)
+@gold_written_by(write_labels)
 def checker(completion: str, labels: Sequence[str]) -> float:
     """1 if the completion is a JSON object with `category` alone, and that is an acceptable one, else 0."""
     try:

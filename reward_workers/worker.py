@@ -63,8 +63,10 @@ class RewardWorker:
     def start(self) -> list[int]:
         """Start one process and load the functions in it. Raises ProcessStartError when that fails.
 
-        Returns the numbers of the running processes.
+        Returns the numbers of the running processes: none where there are no functions.
         """
+        if not self._rewards.functions:
+            return []
         with self._process() as process:
             process.start()
         with self._changed:
@@ -76,29 +78,48 @@ class RewardWorker:
         columns: Mapping[str, Any],
         names: Collection[str] | None = None,
         text_prompt: str | None = None,
+        given: Mapping[str, Sequence[RewardResult] | RewardResult] | None = None,
     ) -> list[RewardResult]:
         """One verdict per trajectory of one group, in order.
 
-        `columns` are the data row's, `names` the reward functions that judge it (None: all), `text_prompt` is
-        its prompt where that was a string. Raises RewardFunctionError for an unknown name, ValueError for
-        trajectories of different groups, ProcessStartError when no process can be started.
+        `columns` are the data row's, `names` the components that judge it (None: all), `text_prompt` is its prompt where
+        that was a string. `given` are the verdicts of the reward models among them, who judge elsewhere: one per
+        trajectory, or one that stands for all. Raises RewardFunctionError for an unknown name, ValueError for
+        trajectories of different groups and verdicts that are missing, ProcessStartError when no process can be started.
         """
-        functions = self._rewards.select(names)
+        functions = self._rewards.select_functions(names)
+        if missing := [m.name for m in self._rewards.select_models(names) if m.name not in (given or {})]:
+            raise ValueError(
+                f"no verdicts of the reward models {', '.join(missing)}: they score on actors of their own"
+            )
         if not trajectories:
             return []
         first = trajectories[0]
         group = TrajectoryGroup(first.group_id, first.prompt_id, tuple(trajectories), columns=dict(columns))
-        subject = pickle.dumps(Subject(group, text_prompt))
         size = len(trajectories)
-        with self._process() as process:
-            results: dict[str, list[RewardResult]] = {}
-            for f in sorted(functions, key=lambda f: f.needs is not None):  # a needed function needs none itself
-                needed = results[f.needs] if f.needs is not None else None
-                results[f.name] = self._judge(process, f, subject, size, needed)
+        results = {
+            name: [verdicts] * size if isinstance(verdicts, RewardResult) else list(verdicts)
+            for name, verdicts in (given or {}).items()
+        }
+        if functions:
+            self._judge_all(functions, pickle.dumps(Subject(group, text_prompt)), size, results)
         return [
             self._rewards.combine({name: of_members[member] for name, of_members in results.items()})
             for member in range(size)
         ]
+
+    def _judge_all(
+        self,
+        functions: Sequence[RewardFunction],
+        subject: bytes,
+        size: int,
+        results: dict[str, list[RewardResult]],
+    ) -> None:
+        """Add each function's results for the group to those that there are."""
+        with self._process() as process:
+            for f in sorted(functions, key=lambda f: f.needs is not None):  # a needed function needs none itself
+                needed = results[f.needs] if f.needs is not None else None
+                results[f.name] = self._judge(process, f, subject, size, needed)
 
     def deadline_s(self, group_size: int) -> float:
         """How long a group may take before its worker counts as lost.

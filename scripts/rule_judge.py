@@ -39,6 +39,9 @@ def expected(prompt: str) -> tuple[str | None, set[str]]:
 def grade(prompt: str, answer: str) -> tuple[float, str]:
     """A score from 0 to 1 and the reason. Short answers score higher among equally right ones."""
     right, known = expected(prompt)
+    answer = answer.rpartition("</think>")[2]
+    if "<think>" in answer:
+        return 0.0, "does not end its thought"
     said = NUMBER.findall(answer)
     brevity = max(0.0, 1 - len(answer.split()) / 30)
     if right is None:

@@ -1,57 +1,40 @@
 """Simulated settings as one self-contained HTML page: the table, pictures that compare them, and pictures of each.
 
-The page needs no network: plotly's script is inside. Colours tell settings apart in the comparisons, and what is plotted within a
-setting's own pictures.
+Colours tell settings apart in the comparisons, and what is plotted within a setting's own pictures.
 """
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.durable import whole_file
+from orchestrator import page
 from orchestrator.simulation.report import NOTES, Report, cells, headings
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 DETAILED = 12  # settings with pictures of their own; the table and the comparisons have all
-# Okabe and Ito's colours, which colour-blind people can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 PHASES = (("collect", "#E0E0E0"), ("learn", "#0072B2"), ("publish", "#D55E00"), ("between", "#E69F00"))
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; font-size: 13px; width: 100%; } th { text-align: right; border-bottom: 2px solid #888; }
-td { text-align: right; border-bottom: 1px solid #ddd; padding: 3px 6px; } td:first-child, td:nth-child(2) { text-align: left; }
-.notes, .timing { color: #555; font-size: 13px; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ddd; }
-"""
 
 
 def write_page(path: Path, title: str, reports: Sequence[Report], *, advice: str = "") -> None:
     """Whole or not at all. `advice` is a paragraph above the table."""
-    from plotly.offline import get_plotlyjs
-
     parts = [
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title>",
-        f"<style>{STYLE}</style><script>{get_plotlyjs()}</script></head><body><h1>{html.escape(title)}</h1>",
-        f"<p><strong>{html.escape(advice)}</strong></p>" if advice else "",
+        f"<p>{page.element('strong', advice)}</p>" if advice else "",
         _table(reports),
-        f"<p class='notes'>{html.escape(NOTES)}</p>",
-        *(_picture(figure) for figure in (_step_times(reports), _idle(reports), _staleness(reports))),
+        page.element("p", NOTES, "notes"),
+        *(page.picture(figure) for figure in (_step_times(reports), _idle(reports), _staleness(reports))),
     ]
     for report in reports[:DETAILED]:
-        parts += [f"<h2>{html.escape(_label(report))}</h2>", _timing(report)]
+        parts += [page.element("h2", _label(report)), _timing(report)]
         if report.series:
-            parts += [_picture(figure) for figure in (_strip(report), _queue(report), _lengths(report))]
+            parts += [page.picture(figure) for figure in (_strip(report), _queue(report), _lengths(report))]
     if len(reports) > DETAILED:
-        parts.append(
-            f"<p class='notes'>The first {DETAILED} of {len(reports)} settings have pictures of their own.</p>"
-        )
-    parts.append("</body></html>")
-    with whole_file(path) as file:
-        file.write("".join(parts).encode())
+        note = f"The first {DETAILED} of {len(reports)} settings have pictures of their own."
+        parts.append(page.element("p", note, "notes"))
+    page.write_document(path, title, parts)
 
 
 def _label(report: Report) -> str:
@@ -59,39 +42,18 @@ def _label(report: Report) -> str:
 
 
 def _table(reports: Sequence[Report]) -> str:
-    head = "".join(
-        f"<th>{html.escape(heading.replace('-' + chr(10), '').replace(chr(10), ' '))}</th>" for heading in headings()
-    )
-    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in cells(report)) for report in reports)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>"
+    plain = [heading.replace("-\n", "").replace("\n", " ") for heading in headings()]
+    return page.table(plain, map(cells, reports))
 
 
 def _timing(report: Report) -> str:
     values = ", ".join(f"{name} = {value:.4g}" for name, value in report.timing.items())
     ended = f" Ended early: {report.starved}" if report.starved else ""
-    return f"<p class='timing'>{html.escape(values + '.' + ended)}</p>"
-
-
-def _picture(figure: Figure) -> str:
-    from plotly.io import to_html
-
-    return to_html(figure, include_plotlyjs=False, full_html=False, config={"displaylogo": False})
+    return page.element("p", values + "." + ended, "timing")
 
 
 def _figure(title: str, x: str, y: str, **layout: object) -> Figure:
-    from plotly.graph_objects import Figure
-
-    figure = Figure()
-    figure.update_layout(
-        title=title,
-        xaxis_title=x,
-        yaxis_title=y,
-        template="plotly_white",
-        height=360,
-        margin={"l": 60, "r": 20, "t": 50, "b": 50},
-        colorway=COLOURS,
-        **layout,
-    )
+    figure = page.figure(title, x, y, **layout)
     figure.update_yaxes(rangemode="tozero")
     return figure
 

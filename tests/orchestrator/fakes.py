@@ -285,7 +285,7 @@ class FakeJudge:
         pass
 
     async def score_group(
-        self, trajectories: Sequence[Trajectory], columns: Any, names: Any, text: str | None
+        self, trajectories: Sequence[Trajectory], columns: Any, names: Any, text: str | None, given: Any = None
     ) -> list[RewardResult]:
         verdicts = [self.rule(trajectory) for trajectory in trajectories]
         return [v if isinstance(v, RewardResult) else RewardResult(v, components={"reward": v}) for v in verdicts]
@@ -322,7 +322,7 @@ class FakeLearner:
         self.weights += 0.1
         updates = len(plans[0].updates) * plans[0].epochs
         self.optimizer_step += updates
-        report = LearnReport({}, {}, (1.0,) * updates, (1e-6,) * updates, self.optimizer_step, 0, 0)
+        report = LearnReport({}, {}, (1.0,) * updates, (1e-6,) * updates, (), self.optimizer_step, 0, 0)
         return [report], Tally(), [{(r.group_id, r.index): np.full(r.response_length, -1.0) for r in rows}]
 
     async def export_weights(self, version: int) -> AsyncIterator[Any]:
@@ -394,8 +394,14 @@ class FakeConsole:
 
 
 class FakeWandb:
+    def __init__(self) -> None:
+        self.alerts: list[tuple[str, str]] = []
+
     def log_table(self, *arguments: Any) -> None:
         pass
+
+    def alert(self, title: str, text: str) -> None:
+        self.alerts.append((title, text))
 
 
 class Records:
@@ -438,10 +444,12 @@ class FakeRun:
     held_out: int = 0
     engine: Callable[[int], FakeEngine] = lambda index: FakeEngine()
     rule: RewardRule = index_reward
+    watch_judge: FakeJudge | None = None  # the checker beside the rewards
     learner: FakeLearner = field(default_factory=FakeLearner)
     resume: bool = False
     records: Records = field(default_factory=Records)
     console: FakeConsole = field(default_factory=FakeConsole)
+    wandb: FakeWandb = field(default_factory=FakeWandb)
     engines: list[FakeEngine] = field(default_factory=list)
     actors: list[LocalActor] = field(default_factory=list)
     most_untrained: int = 0
@@ -469,6 +477,10 @@ class FakeRun:
         )
         self.rewards = reward_fleet([self.rule])
         self.checker = reward_fleet([self.rule]) if self.held_out else None
+        self.watch = None
+        if self.watch_judge is not None:
+            watching = LocalActor(self.watch_judge)
+            self.watch = RewardFleet([watching], deadline_s=5.0, tries=2, alarm=ErrorAlarm(0.0)).lenient()
         self.clerks = ClerkFleet([LocalActor(Clerk())], 5.0)
         store = CheckpointStore(self.folder / "checkpoints", keep=2)
         checkpoint = store.latest() if self.resume else None
@@ -483,7 +495,7 @@ class FakeRun:
                 checkpoint=checkpoint,
                 store=store,
                 recorder=recorder,
-                wandb=FakeWandb(),  # type: ignore[arg-type]
+                wandb=self.wandb,  # type: ignore[arg-type]
                 console=self.console,  # type: ignore[arg-type]
                 changed=changed,
             )

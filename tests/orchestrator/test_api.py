@@ -44,6 +44,7 @@ class TestConfigured:
         assert config.model.path == "some/model"
         assert {name: source.path for name, source in config.data.train.items()} == {"main": "rows.jsonl"}
         assert config.data.eval == {}
+        assert config.eval.checker is None  # that of the default task knows nothing of these rows
         config = configured(None, {"a": Path("a.jsonl"), "b": "b.jsonl"}, ["data.eval.held_out.path=held_out.jsonl"])
         assert [source.path for source in config.data.train.values()] == ["a.jsonl", "b.jsonl"]
         assert "held_out" in config.data.eval

@@ -90,6 +90,9 @@ class TestKeys:
         assert config.eval.checker is not None
         assert config.eval.checker.path == "module.check"
         assert load(["eval.checker=null"]).eval.checker is None
+        watch = load(["reward.watch.checker={path: module.check, options: {strict: true}}"]).reward.watch
+        assert watch.checker is not None
+        assert (watch.checker.path, watch.checker.options) == ("module.check", {"strict": True})
 
     def test_wrong_types_name_the_key(self) -> None:
         for override in (
@@ -205,6 +208,11 @@ class TestValues:
             ("sampling.early_stop.control_share=1.1", "expected at most 1"),
             ("staleness.adaptive=true", "set staleness.max to 1 or more"),
             ("eval.checker={path: a.b, gate: true}", "a checker stands alone"),
+            ("reward.watch.checker={path: a.b, needs: c}", "a checker stands alone"),
+            ("reward.watch.share=1.5", "expected at most 1"),
+            ("reward.watch.window_batches=0", "expected at least 1"),
+            ("reward.watch.max_gap=0", "expected more than 0"),
+            ("reward.watch.on_gap=fail", "expected one of warn, stop"),
             ("staleness.min_ess=1.5", "expected at most 1"),
             ("run.name=a/b", "use letters, digits"),
             ("run.name=..", "use letters, digits"),

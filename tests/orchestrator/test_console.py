@@ -15,6 +15,8 @@ from orchestrator.metrics import find
 METRICS = {
     "reward/mean": 0.7123,
     "staleness/stale_ratio": 0.125,
+    "watch/checker": 0.65,
+    "watch/gap": 0.0625,
     "eval/pass_at_1": 0.8,
     "eval/pass_at_1_low": 0.74,
     "eval/pass_at_1_high": 0.85,
@@ -85,6 +87,7 @@ def test_the_live_view_shows_the_run_in_80_columns() -> None:
         "1:40",
         "5:00 left",
         "0.712 ▁▃▄▆█",
+        "0.650 (gap +0.062)",
         "12%",
         "0.800 (0.740-0.850)",
         "8 kept, 3 filtered, 1 failed",
@@ -167,7 +170,7 @@ def test_without_a_terminal_a_batch_is_one_plain_line() -> None:
     lines = output.getvalue().splitlines()
     assert len(lines) == 3
     assert "sizes: answers per batch = 64" in lines[0]
-    assert "batch 1/20 | reward 0.712 | stale 12%" in lines[1]
+    assert "batch 1/20 | reward 0.712 | checker 0.650 (gap +0.062) | stale 12%" in lines[1]
     assert "time 20.0 s | left 6:" in lines[1]
     assert "WARNING careful" in lines[2]
     output.getvalue().encode("ascii")  # a log may go anywhere

@@ -634,6 +634,29 @@ class TestRewards:
 
         run(scenario())
 
+    def test_a_lenient_fleet_asks_once_and_its_failures_stop_nothing(self) -> None:
+        calls: list[int] = []
+
+        class Failing(FakeJudge):
+            async def score_group(self, *arguments: Any) -> list[RewardResult]:
+                calls.append(1)
+                if len(calls) == 30:
+                    raise RayActorError
+                return await super().score_group(*arguments)
+
+        async def scenario() -> None:
+            actor = LocalActor(Failing(lambda t: RewardResult(None, Status.ERRORED)))
+            fleet = RewardFleet([actor], deadline_s=1.0, tries=2, alarm=ErrorAlarm(0.05, minimum=10))
+            lenient = fleet.lenient()
+            for _ in range(29):
+                await self.score(lenient)
+            with pytest.raises(RewardsLost):
+                await self.score(lenient)
+            assert len(calls) == 30
+            await self.score(fleet)  # whose alarm has seen nothing of all that
+
+        run(scenario())
+
     def test_a_start_that_takes_too_long_is_named(self) -> None:
         class Slow(FakeJudge):
             async def start(self) -> None:

@@ -68,6 +68,7 @@ def row(of: Trajectory, **changes: object) -> TrajectoryRow:
         "generated_at": 2.5,
         "scored_at": 3.5,
         "trained_at": 4.5,
+        "checker_value": 0.25,
     }
     return TrajectoryRow(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -103,6 +104,7 @@ def test_a_trajectory_is_read_back_exactly(tmp_path: Path) -> None:
     assert json.loads(read["reward_detail"]) == {"parsed": 2, "steps": [1.5], "odd": "nan", "set": "{7}"}
     assert read["reward_step_values"] == [0.25, 0.5]
     assert read["advantage"] == written.advantage
+    assert read["checker_value"] == 0.25
     assert json.loads(read["sampling"]) == {"max_tokens": 64, "seed": 11}
     plain = ["lineage", "policy_version", "epoch", "index", "optimizer_step_start", "optimizer_step_end"]
     assert [read[name] for name in plain] == [0, 4, 1, 0, 8, 10]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,13 @@ from orchestrator.config import Config, ConfigError, RolloutConfig
 from orchestrator.placement import Placement, plan
 
 
-def lay_out(nodes: list[dict[str, float]], mode: str = "split", device: str = "auto", **sizes: int) -> Placement:
+def lay_out(
+    nodes: list[dict[str, float]],
+    mode: str = "split",
+    device: str = "auto",
+    reward_gpus: Sequence[float] = (),
+    **sizes: int,
+) -> Placement:
     """`sizes`: replicas, tensor_parallel_size, rollout_threads, ranks, learner_threads."""
     config = Config()
     config.placement.mode, config.placement.device = mode, device
@@ -19,7 +27,7 @@ def lay_out(nodes: list[dict[str, float]], mode: str = "split", device: str = "a
     config.rollout.threads = sizes.get("rollout_threads")
     config.learner.ranks = sizes.get("ranks", 1)
     config.learner.threads = sizes.get("learner_threads")
-    return plan(config, nodes)
+    return plan(config, nodes, reward_gpus)
 
 
 def cpu(*counts: float) -> list[dict[str, float]]:
@@ -117,3 +125,31 @@ class TestGpu:
             lay_out(gpu(2, 2), tensor_parallel_size=4, ranks=1)
         with pytest.raises(ConfigError, match="room for 2 engines"):
             lay_out(gpu(3, 3), replicas=3, tensor_parallel_size=2, ranks=1)
+
+
+class TestRewardModels:
+    def test_have_gpus_of_their_own_behind_the_others(self) -> None:
+        placement = lay_out(gpu(8), replicas=2, tensor_parallel_size=2, ranks=2, reward_gpus=[1.0, 0.5, 0.5])
+        assert placement.bundles[4:] == [{"GPU": gpus, "CPU": 1.0} for gpus in (1.0, 0.5, 0.5)]
+        assert sum(bundle["GPU"] for bundle in placement.bundles) == 8
+        shared = lay_out(gpu(3), "shared", replicas=2, ranks=2, reward_gpus=[1.0])
+        assert sum(bundle["GPU"] for bundle in shared.bundles) == 3
+
+    def test_count_in_what_the_run_asks_for(self) -> None:
+        for reward_gpus, devices in (([1.0], 1), ([0.5] * 3, 2), ([0.6, 0.4, 0.6], 2), ([2.0, 0.25], 3)):
+            lay_out(gpu(2 + devices), reward_gpus=reward_gpus)
+            with pytest.raises(ConfigError) as caught:
+                lay_out(gpu(1 + devices), reward_gpus=reward_gpus)
+            message = str(caught.value)
+            assert f"the run asks for {2 + devices} GPUs" in message
+            assert f"reward.models: {devices} for {len(reward_gpus)} replicas" in message
+
+    def test_are_never_cut_over_nodes(self) -> None:
+        lay_out(gpu(2, 2), reward_gpus=[2.0])
+        with pytest.raises(ConfigError, match=r"reward\.models: 2 for 1 replicas"):
+            lay_out(gpu(1, 1, 1, 1), reward_gpus=[2.0])
+
+    def test_reserve_nothing_on_cpus(self) -> None:
+        placement = lay_out(cpu(2), reward_gpus=[1.0, 1.0])
+        assert placement.reward_gpus == ()
+        assert placement.bundles == [{"CPU": 1.0}] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from orchestrator.compose import load
 from orchestrator.config import Config, ConfigError, RewardFunctionConfig
 from orchestrator.prepare import CHECKER, prepare, source_of
+from orchestrator.profile import for_profile
 from orchestrator.sources import DataError
+from reward_workers.function import RewardFunctionError, rows_checked_by
 from reward_workers.structured import grade_json
 from rollout_workers.trajectory import RewardResult
 
@@ -141,6 +144,121 @@ def test_a_checkers_columns_are_those_of_its_set(tmp_path: Path) -> None:
     config.eval.checker = RewardFunctionConfig(f"{__name__}.right")
     with pytest.raises(ConfigError, match=r"data\.eval\.mine: .*answer"):
         prepare(config, brief)
+
+
+class TestWatch:
+    """What judges training answers beside the rewards: eval.checker where it can, reward.watch.checker or an error."""
+
+    def config(self, folder: Path, **checkers: str) -> Config:
+        """With the paths of `own` (reward.watch.checker) and `held_out` (eval.checker); rows with an answer."""
+        config = config_for(folder, answer="a")
+        if "own" in checkers:
+            config.reward.watch.checker = RewardFunctionConfig(f"{__name__}.{checkers['own']}")
+        if "held_out" in checkers:
+            config.eval.checker = RewardFunctionConfig(f"{__name__}.{checkers['held_out']}")
+        return config
+
+    def test_the_checker_of_evaluation(self, tmp_path: Path) -> None:
+        config = self.config(tmp_path, held_out="strict")
+        config.data.eval = dict(config.data.train)
+        prepared = prepare(config, brief)
+        assert prepared.watch is prepared.checker is not None
+        config.data.eval = {}  # nothing is evaluated, and the checker is there all the same
+        prepared = prepare(config, brief)
+        assert prepared.checker is None
+        assert prepared.watch is not None
+        assert [(f.name, f.function) for f in prepared.watch.functions] == [(CHECKER, f"{__name__}.strict")]
+
+    def test_one_of_its_own(self, tmp_path: Path) -> None:
+        config = self.config(tmp_path, own="strict", held_out="right")
+        config.data.eval = dict(config.data.train)
+        prepared = prepare(config, brief)
+        assert prepared.watch is not prepared.checker
+        assert prepared.watch is not None
+        assert prepared.watch.functions[0].function == f"{__name__}.strict"
+
+    def test_none(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        assert prepare(self.config(tmp_path), brief).watch is None
+        config = self.config(tmp_path, own="nobody", held_out="nobody")
+        config.reward.watch.share = 0
+        assert prepare(config, brief).watch is None
+        assert "watch" not in caplog.text
+
+    @pytest.mark.parametrize(
+        ("path", "problem"),
+        [
+            ("nobody", "the module has no 'nobody'"),
+            ("with_dataset", r"row 'mine:\w+' of data\.train: .* takes dataset, which nothing supplies"),
+            ("choosy", r"row 'mine:\w+' of data\.train: .* can't judge it: answers are b"),
+            ("right", "the same as the training reward 'right', and so not independent of it"),
+            ("unready", "not today"),
+        ],
+    )
+    def test_one_that_can_not(self, tmp_path: Path, caplog: pytest.LogCaptureFixture, path: str, problem: str) -> None:
+        with pytest.raises(ConfigError, match=rf"reward\.watch\.checker: .*{problem}"):
+            prepare(self.config(tmp_path, own=path), [brief, right])
+        with caplog.at_level(logging.WARNING):
+            prepared = prepare(self.config(tmp_path, held_out=path), [brief, right])
+        assert prepared.watch is None
+        [record] = [record for record in caplog.records if "reward.watch is off" in record.getMessage()]
+        assert re.search(problem, record.getMessage())
+        assert "reward.watch.share=0" in record.getMessage()
+
+    def test_a_function_that_is_only_shown_is_independent(self, tmp_path: Path) -> None:
+        config = self.config(tmp_path, own="right")
+        config.reward.functions = {
+            "brief": RewardFunctionConfig(f"{__name__}.brief"),
+            "right": RewardFunctionConfig(f"{__name__}.right", weight=0.0),
+        }
+        config.reward.primary = "brief"
+        assert prepare(config).watch is not None
+        config.reward.primary = "right"
+        with pytest.raises(ConfigError, match="not independent"):
+            prepare(config)
+
+    def test_rows_that_the_primary_reward_does_not_judge_need_no_checker(self, tmp_path: Path) -> None:
+        config = self.config(tmp_path, own="strict")
+        other = tmp_path / "other.jsonl"
+        other.write_text('{"prompt": "say more", "reward": ["brief"]}\n')
+        config.data.train |= source_of({"other": other})
+        assert prepare(config, [right, brief]).watch is not None
+        with pytest.raises(ConfigError, match=r"reward\.watch\.checker: row 'other:"):
+            prepare(config, [brief, right])
+
+    def test_nothing_is_watched_where_nothing_is_trained(self, tmp_path: Path) -> None:
+        config = self.config(tmp_path, held_out="strict")
+        config.data.eval = dict(config.data.train)
+        assert prepare(config, brief, training=False).watch is None
+        assert prepare(for_profile(config), brief).watch is None
+
+
+def strict(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer)
+
+
+def with_dataset(completion: str, dataset: str) -> float:
+    return float(completion == dataset)
+
+
+def only_b(answer: str) -> None:
+    if answer != "b":
+        raise ValueError("answers are b")
+
+
+@rows_checked_by(only_b)
+def choosy(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def unready(completion: str) -> float:
+    return 0.0
+
+
+def not_today() -> None:
+    raise RewardFunctionError("not today")
+
+
+unready.check_options = not_today  # type: ignore[attr-defined]
 
 
 def test_evaluation_alone_reads_no_training_data(tmp_path: Path) -> None:

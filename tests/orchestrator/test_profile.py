@@ -59,7 +59,12 @@ class Judge:
     names: list[Sequence[str] | None] = field(default_factory=list)
 
     async def score_group(
-        self, trajectories: Sequence[Trajectory], columns: Any, names: Sequence[str] | None, text: str | None
+        self,
+        trajectories: Sequence[Trajectory],
+        columns: Any,
+        names: Sequence[str] | None,
+        text: str | None,
+        given: Any = None,
     ) -> list[RewardResult]:
         self.names.append(names)
         return [self.rule(trajectory) for trajectory in trajectories]

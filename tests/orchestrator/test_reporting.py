@@ -22,7 +22,7 @@ from rollout_workers.trajectory import RewardResult, Status
 from rollout_workers.worker import MemberReport
 
 BROADCAST = BroadcastReport(manifest_of(1, 0.0), pause_s=0.1, total_s=0.4)
-LEARNED = LearnReport({}, {}, (2.0, 4.0), (1e-6, 2e-6), 5, 300, 2**31)
+LEARNED = LearnReport({}, {}, (2.0, 4.0), (1e-6, 2e-6), (), 5, 300, 2**31)
 
 
 def fly(queue: SamplingQueue, report: BatchReport, number: int, rewards: list[float | None], length: int) -> Flight:
@@ -170,4 +170,4 @@ class TestLearnerMetrics:
         assert not [name for name in values if "masked" in name or "correction" in name or "kl_ref" in name]
 
     def test_no_update_has_no_norm(self) -> None:
-        assert learner_metrics([LearnReport({}, {}, (), (), 0, 0, 0)], LearnTally()) == {}
+        assert learner_metrics([LearnReport({}, {}, (), (), (), 0, 0, 0)], LearnTally()) == {"actor/skipped_updates": 0}

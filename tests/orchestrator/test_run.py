@@ -21,7 +21,7 @@ from rollout_workers.worker import RolloutRequest
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_ray(monkeypatch)
-    monkeypatch.setattr("orchestrator.run.shares_prefixes", lambda prepared: True)
+    monkeypatch.setattr("orchestrator.run.prefix_sharing", lambda prepared: (True, 0.0))
 
 
 def outcomes(folder: Path) -> list[tuple[str, int, str]]:

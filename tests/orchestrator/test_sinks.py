@@ -173,27 +173,43 @@ def wandb_sink(run_dir: Path, mode="auto", **options) -> WandbSink:
 
 
 def logged(folder: Path) -> list[dict[str, object]]:
-    """The history rows in an offline run's log (LevelDB framing, W&B's protobuf records)."""
+    """The history rows in an offline run's log."""
+    return [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in offline_records(folder)
+        if record.HasField("history")
+    ]
+
+
+def offline_records(folder: Path) -> list:
+    """What a finished offline run's log holds. W&B's own process may write the end of it after the run was closed."""
+    (file,) = folder.glob("*.wandb")
+    deadline = time.monotonic() + 30
+    while not (records := parsed(file.read_bytes())) or not records[-1].HasField("exit"):
+        assert time.monotonic() < deadline, f"the log does not end: {records}"
+        time.sleep(0.02)
+    return records
+
+
+def parsed(content: bytes) -> list:
+    """LevelDB's framing, W&B's protobuf records."""
     from wandb.proto import wandb_internal_pb2
 
-    (file,) = folder.glob("*.wandb")
-    content, position, rows, partial = file.read_bytes(), 7, [], b""
+    position, records, partial = 7, [], b""
     while position + 7 <= len(content):
         room = 32768 - position % 32768
         if room < 7:
             position += room
             continue
         length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        if position + 7 + length > len(content):
+            break  # it is still being written
         partial += content[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
-            record = wandb_internal_pb2.Record.FromString(partial)
+            records.append(wandb_internal_pb2.Record.FromString(partial))
             partial = b""
-            if record.HasField("history"):
-                rows.append(
-                    {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                )
-    return rows
+    return records
 
 
 def test_f11_w_and_b_gets_every_point_on_its_own_axis_under_one_id(tmp_path: Path, no_account: None) -> None:
@@ -217,6 +233,19 @@ def test_sample_answers_become_a_table(tmp_path: Path, no_account: None) -> None
     sink.close(failed=False)
     (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/eval/samples_*.table.json")
     assert json.loads(table.read_text())["data"] == [["2+2", "4", True], ["1+1", "3", False]]
+
+
+def test_an_alert_is_kept_offline(tmp_path: Path, no_account: None) -> None:
+    sink = wandb_sink(tmp_path)
+    sink.alert("The reward parts", "it pays 'a' & <b>\nsecond line")
+    sink.alert("The reward parts", "again")
+    sink.close(failed=False)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*-abc123")
+    alerts = [record.alert for record in offline_records(folder) if record.HasField("alert")]
+    assert [(alert.title, alert.text, alert.level) for alert in alerts] == [
+        ("The reward parts", "it pays 'a' & <b>\nsecond line", "WARN"),
+        ("The reward parts", "again", "WARN"),
+    ]
 
 
 def test_disabled_writes_nothing(tmp_path: Path, no_account: None) -> None:

@@ -6,6 +6,8 @@ import functools
 import math
 import pickle
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,18 @@ class TestArguments:
             judge(lambda completion, gold: 1.0)
 
 
+def test_the_same_function_under_another_name() -> None:
+    def judge(completion: str, strict: bool = False) -> float:
+        return float(strict)
+
+    one = RewardFunction("one", judge)
+    assert one.same_as(RewardFunction("two", judge, weight=0.5, gate=1.0))
+    assert not one.same_as(RewardFunction("one", judge, options={"strict": True}))
+    assert not one.same_as(RewardFunction("one", lambda completion: 1.0))
+    path = "reward_workers.builtin.synthetic_reward"
+    assert RewardFunction("path", path).same_as(RewardFunction("function", load_function(path)))
+
+
 class TestResults:
     @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0)])
     def test_numbers(self, value: Any) -> None:
@@ -202,7 +216,25 @@ class TestResults:
     def test_none_is_unscored(self) -> None:
         assert judge(lambda completion: None)[0] == RewardResult(None, Status.UNSCORED)
 
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("nan"), 10**400])
+    @pytest.mark.parametrize("value", [Decimal("0.5"), Fraction(1, 2), np.float16(0.5), np.longdouble(0.5)])
+    def test_other_kinds_of_numbers(self, value: Any) -> None:
+        (result,) = judge(lambda completion: value)
+        assert (result.value, type(result.value)) == (0.5, float)
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            math.nan,
+            math.inf,
+            -math.inf,
+            np.float64("nan"),
+            10**400,
+            -(10**400),
+            Decimal("NaN"),
+            Decimal("sNaN"),
+            Fraction(10**400),
+        ],
+    )
     def test_not_finite(self, value: Any) -> None:
         with pytest.raises(ValueError, match=r"'fn' returned .*; a reward must be finite"):
             judge(lambda completion: value)
@@ -221,7 +253,9 @@ class TestResults:
         with pytest.raises(ValueError, match=f"'fn' gave {len(values)} results for a group of 2"):
             judge(lambda completions: values, member=None)
 
-    @pytest.mark.parametrize("values", [1.0, "11", {"a": 1, "b": 2}, None])
+    @pytest.mark.parametrize(
+        "values", [1.0, "11", b"11", bytearray(2), {"a": 1, "b": 2}, {1, 0}, map(float, "10"), None]
+    )
     def test_a_group_needs_a_list(self, values: Any) -> None:
         with pytest.raises(TypeError, match="'fn' judges whole groups"):
             judge(lambda completions: values, member=None)
