@@ -25,7 +25,7 @@ from reward_workers.code_compare import Tolerance
 from reward_workers.code_extraction import extract_code
 from reward_workers.code_runs import Report, Runner
 from reward_workers.code_tests import StdioTests, Tests, TestsError, read_tests
-from reward_workers.function import RewardFunctionError, rows_checked_by
+from reward_workers.function import RewardFunctionError, gold_written_by, rows_checked_by
 from reward_workers.sandbox.languages import LANGUAGES
 from reward_workers.sandbox.pool import POOL
 from reward_workers.sandbox.probes import DEFAULT_MIN_LEVEL, LEVELS, SandboxUnavailable
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 SANDBOX_TRIES = 3  # of a grading whose sandbox failed
 DETAIL_CHARACTERS = 4000  # of each stream that are kept
-_PRELOADED = re.compile(r"^\s*(?:import|from)\s+numpy\b", re.MULTILINE)
+_PRELOADED = re.compile(r"^[ \t]*(?:import|from)[ \t]+numpy\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class CodeOptions:
 
     `timeout_s` is CPU time for one test; by the clock it is three times that, so that a busy machine changes no verdict.
     `total_timeout_s` is for all of a program's tests, by the clock: keep it below `reward.timeout_s`. `memory_mb` comes on
-    top of what the interpreter has. `output_kb` limits what each test may write. `partial`: the share of passed tests is
-    the score, and all tests are run. `rtol` and `atol`: see `code_compare.Tolerance`. `min_level`: see `sandbox.probes`.
+    top of what the interpreter has; in other languages it is for all processes of a program together. `output_kb` limits
+    what each test may write, beside what is expected. `partial`: the share of passed tests is the score, and all tests are
+    run. `rtol` and `atol`: see `code_compare.Tolerance`. `min_level`: see `sandbox.probes`.
     """
 
     timeout_s: float = 5.0
@@ -110,7 +111,15 @@ def check_options(**options: Any) -> None:
         raise RewardFunctionError(str(error)) from error
 
 
+def write_solution(solution: str | None, language: str = CodeOptions.language) -> str | None:
+    """The row's solution as a completion: fenced, unless it is one already."""
+    if solution is None or "```" in solution or "~~~" in solution:
+        return solution
+    return f"```{language}\n{solution.strip(chr(10))}\n```"
+
+
 @rows_checked_by(check_row)
+@gold_written_by(write_solution)
 def grade_code(
     completion: str,
     tests: Mapping[str, Any] | str,
@@ -183,7 +192,11 @@ def _grade(code: str, tests: Tests, options: CodeOptions) -> RewardResult:
             logger.warning("the sandbox failed (try %d of %d): %s", attempt, SANDBOX_TRIES, error)
             problem = str(error)
     else:
-        detail = {"outcome": Outcome.SANDBOX_ERROR.value, "error": problem, "code": code[:DETAIL_CHARACTERS]}
+        detail = {
+            "outcome": Outcome.SANDBOX_ERROR.value,
+            "error": problem,
+            "code": _printable(code[:DETAIL_CHARACTERS]),
+        }
         return RewardResult(None, Status.ERRORED, detail=detail)
     passed = sum(result.outcome is Outcome.PASSED for result in report.results)
     first = next((result for result in report.results if result.outcome is not Outcome.PASSED), report.results[-1])
@@ -196,11 +209,16 @@ def _verdict(code: str | None, value: float, outcome: Outcome, message: str, rep
     metrics = {f"{kind.value}": float(outcome is kind) for kind in (Outcome.TIMEOUT, Outcome.OOM, Outcome.CRASHED)}
     detail = {
         "outcome": outcome.value,
-        "message": message,
+        "message": _printable(message),
         "passed": passed,
         "tests": [result.outcome.value for result in report.results],
         "stdout": report.stdout.decode(errors="replace")[:DETAIL_CHARACTERS],
         "stderr": report.stderr.decode(errors="replace")[-DETAIL_CHARACTERS:],
-        "code": (code or "")[:DETAIL_CHARACTERS],
+        "code": _printable((code or "")[:DETAIL_CHARACTERS]),
     }
     return RewardResult(float(value), metrics=metrics, detail=detail)
+
+
+def _printable(text: str) -> str:
+    """Text that can be written anywhere: surrogates of a program's making are no characters."""
+    return text.encode("utf-8", "replace").decode()

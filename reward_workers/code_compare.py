@@ -20,8 +20,8 @@ from typing import Any
 
 from reward_workers.sandbox.wire import DictPairs, SetItems, encode
 
-_DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_INTEGER = re.compile(r"[+-]?\d+")
+_DECIMAL = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_INTEGER = re.compile(r"[+-]?[0-9]+")
 MAX_NUMBER_CHARACTERS = 400
 
 

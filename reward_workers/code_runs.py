@@ -2,14 +2,15 @@
 
 Contract. What is expected never leaves this process, but for asserts: those are handed to a process of their own, which
 never holds the program (`reward_workers.sandbox.checker`); the program sees nothing but the arguments of the call that it is
-to answer. Every test has a result: what was not run because the time was up has timed out, and with `stop` what
-comes after the first test that was not passed is not run and not passed.
+to answer, and what functions among them give it. Every test has a result: what was not run because the time was up has
+timed out, and with `stop` what comes after the first test that was not passed is not run and not passed.
 
 A program that dies or is killed in a test is started afresh for the next one. SandboxError propagates.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -23,10 +24,13 @@ from reward_workers.code_compare import Tolerance, outputs_equal, values_equal
 from reward_workers.code_tests import AssertTests, FunctionTests, StdioTests, Tests
 from reward_workers.sandbox import wire
 from reward_workers.sandbox.host import Zygote
-from reward_workers.sandbox.languages import COMPILE_MEMORY_MB, COMPILE_TIMEOUT_S, LANGUAGES, Language
-from reward_workers.sandbox.session import Ended, Limits, Outcome, Session
+from reward_workers.sandbox.languages import COMPILE_MEMORY_MB, COMPILE_TIMEOUT_S, LANGUAGES, OUT_OF_MEMORY, Language
+from reward_workers.sandbox.session import WALL_FACTOR, Ended, Limits, Outcome, Session
 
 _ANSWERS = (wire.VALUE, wire.RAISED, wire.NOT_PLAIN)
+_QUESTIONS = (wire.CALL, wire.GET, wire.RETURNED, wire.RAISED)
+# A right answer is not much longer than what is expected: it has integers for floats at most. Any of so many bytes may come.
+ANSWER_FACTOR, ANSWER_BYTES = 4, 4096
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,14 @@ class Runner:
 
     @contextmanager
     def _session(
-        self, report: Report | None, setup: bytes | None = None, stdin: int | None = None
+        self,
+        report: Report | None,
+        limits: Limits | None = None,
+        setup: bytes | None = None,
+        stdin: int | None = None,
     ) -> Iterator[Session]:
-        session = self.zygote.spawn(setup or self.limits.setup(), self.limits, self.deadline, stdin)
+        limits = limits or self.limits
+        session = self.zygote.spawn(setup or limits.setup(), limits, self.deadline, stdin)
         try:
             yield session
         finally:
@@ -138,23 +147,35 @@ class Runner:
                 asked = (None, tests.entry_point, arguments, keywords, False)
                 answer = _answer(session, session.send(wire.CALL, wire.encode(asked)))
                 if answer[0] == wire.VALUE:
-                    found = _decoded(answer)
-                    if type(found) is not tuple or len(found) != 2:
-                        raise Ended(Outcome.FAILED, "the program forged an answer")
-                    if values_equal(found[0], expected, self.tolerance):
-                        report.add(Outcome.PASSED)
-                    else:
-                        report.add(Outcome.FAILED, f"a wrong answer: {_shown(found[0])}")
+                    problem = self._problem(answer, expected)
+                    report.add(Outcome.FAILED if problem else Outcome.PASSED, problem)
                 else:
                     report.add(Outcome.FAILED, _complaint(answer))
                 if self.stop and report.failed:
                     return
 
+    def _problem(self, answer: wire.Frame, expected: Any) -> str:
+        """What is wrong with an answer; empty if nothing is."""
+        size = len(answer[2])
+        wrong = f"a wrong answer of {size} bytes"
+        if size > ANSWER_BYTES and size > ANSWER_FACTOR * len(wire.encode(expected)):  # it would be costly to look at
+            return wrong
+        found = _decoded(answer)
+        if type(found) is not tuple or len(found) != 2:
+            raise Ended(Outcome.FAILED, "the program forged an answer")
+        try:
+            if values_equal(found[0], expected, self.tolerance):
+                return ""
+            return wrong if size > ANSWER_BYTES else f"a wrong answer: {_shown(found[0])}"
+        except RecursionError:
+            return "a wrong answer, nested too deep to be looked at from here"
+
     def _asserts(self, report: Report, code: str, tests: AssertTests, first: int) -> None:
         with self._session(report) as program, self._session(None) as checker:
             if not self._load(program, report, code, len(tests.asserts)):
                 return
-            broken = self._check(checker, program, wire.CHECK, (tests.setup, list(tests.names)))
+            prepared = (tests.setup, list(tests.names), dict(tests.modules), tests.entry_point)
+            broken = self._check(checker, program, wire.CHECK, prepared)
             for test in tests.asserts[first:]:
                 said = broken or self._check(checker, program, wire.TEST, test)
                 report.add(Outcome.FAILED if said else Outcome.PASSED, said or "")
@@ -164,15 +185,16 @@ class Runner:
     def _check(self, checker: Session, program: Session, kind: bytes, asked: Any) -> str | None:
         """What the checker says of a test, None if it was passed; calls of the program are passed on and answered."""
         number = checker.send(kind, wire.encode(asked))
+        until = time.monotonic() + WALL_FACTOR * self.limits.cpu_s  # for all calls of the test together
         while True:
             try:
-                said, asking, payload = checker.answer(None)
+                said, asking, payload = checker.answer(None, until)
             except Ended as ended:
                 if ended.outcome is Outcome.CRASHED:  # of the tests, with what the program gave them
                     raise Ended(Outcome.FAILED, f"the tests ended early: {ended}") from ended
                 raise
-            if said in (wire.CALL, wire.GET):
-                answer = _answer(program, program.send(said, payload))
+            if said in _QUESTIONS:
+                answer = _answer(program, program.send(said, payload), until, (*_ANSWERS, wire.CALL))
                 checker.send(answer[0], answer[2], asking)
             elif said == wire.VALUE and asking == number:
                 verdict: str | None = wire.decode(payload)
@@ -182,15 +204,21 @@ class Runner:
 
     def _script(self, report: Report, code: str, tests: StdioTests, index: int) -> None:
         stdin, expected = tests.cases[index]
-        with _file(stdin) as descriptor, self._session(report, stdin=descriptor) as session:
+        limits = self._limits_for(expected)
+        with _file(stdin) as descriptor, self._session(report, limits, stdin=descriptor) as session:
             session.send(wire.PROGRAM, wire.encode(code))
             session.finish()
         self._judge_output(report, session, expected)
 
+    def _limits_for(self, expected: str) -> Limits:
+        """What is expected to be written may be, whatever the limit."""
+        return replace(self.limits, output_bytes=self.limits.output_bytes + 4 * len(expected))
+
     def _judge_output(self, report: Report, session: Session, expected: str) -> None:
         if session.status:
             last = session.stderr.decode(errors="replace").strip().rpartition("\n")[2][:500]
-            report.add(Outcome.FAILED, f"exit status {session.status}: {last}")
+            outcome = Outcome.OOM if self.language != "python" and _says_no_memory(session) else Outcome.FAILED
+            report.add(outcome, f"exit status {session.status}: {last}")
         elif outputs_equal(session.stdout.decode(errors="replace"), expected, self.tolerance):
             report.add(Outcome.PASSED)
         else:
@@ -202,7 +230,7 @@ class Runner:
             folder = Path(name)
             folder.chmod(0o777)  # the compiler may run as another user
             source, binary = f"source{language.suffix}", "./program"  # relative: it may not be allowed to come in anew
-            (folder / source).write_text(code)
+            (folder / source).write_bytes(code.encode("utf-8", "surrogatepass"))
             values = {"source": source, "binary": binary, "memory_mb": self.limits.memory_mb}
             if language.compile and not self._compile(report, language, folder, values, len(tests.cases)):
                 return
@@ -242,8 +270,14 @@ class Runner:
 
     def _program(self, report: Report, setup: bytes, tests: StdioTests, index: int) -> None:
         stdin, expected = tests.cases[index]
-        with _file(stdin) as descriptor, self._session(report, setup, descriptor) as session:
-            session.finish()
+        limits = self._limits_for(expected)
+        with _file(stdin) as descriptor, self._session(report, limits, setup, descriptor) as session:
+            try:
+                session.finish()
+            except Ended as ended:
+                if ended.outcome is Outcome.CRASHED and _says_no_memory(session):
+                    raise Ended(Outcome.OOM, str(ended)) from ended
+                raise
         self._judge_output(report, session, expected)
 
 
@@ -261,14 +295,18 @@ def _file(text: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _answer(session: Session, number: int) -> wire.Frame:
+def _says_no_memory(session: Session) -> bool:
+    return any(words.encode() in session.stderr for words in OUT_OF_MEMORY)
+
+
+def _answer(session: Session, number: int, until: float = math.inf, kinds: tuple[bytes, ...] = _ANSWERS) -> wire.Frame:
     """The program's answer. Raises Ended for one that is out of memory, too large or of an unknown kind."""
-    answer = session.answer(number)
+    answer = session.answer(number, until)
     if answer[0] == wire.OUT_OF_MEMORY:
         raise Ended(Outcome.OOM, "the program ran out of memory")
     if answer[0] == wire.TOO_LARGE:
         raise Ended(Outcome.OUTPUT_LIMIT, _complaint(answer))
-    if answer[0] not in _ANSWERS:
+    if answer[0] not in kinds:
         raise Ended(Outcome.FAILED, "the program forged an answer")
     return answer
 
@@ -278,12 +316,16 @@ def _decoded(answer: wire.Frame) -> Any:
         return wire.decode(answer[2])
     except wire.WireError as error:
         raise Ended(Outcome.FAILED, f"the program forged an answer: {error}") from error
+    except RecursionError as error:
+        raise Ended(Outcome.FAILED, "an answer that is nested too deep to be looked at from here") from error
 
 
 def _complaint(answer: wire.Frame) -> str:
     """What the program says went wrong; its own words."""
-    said = _decoded(answer)
-    return ": ".join(str(part)[:500] for part in said) if type(said) is tuple else "?"
+    match _decoded(answer):
+        case ((str() as name, *_), str() as text, _):
+            return f"{name[:500]}: {text[:500]}"
+    return "?"
 
 
 def _shown(value: Any) -> str:

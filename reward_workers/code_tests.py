@@ -14,11 +14,14 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from reward_workers.sandbox.wire import NotPlainError, TooLargeError, encode
+
+_ALIASES = {"np": "numpy", "numpy": "numpy"}
 
 
 class TestsError(ValueError):
@@ -45,11 +48,16 @@ class StdioTests:
 
 @dataclass(frozen=True)
 class AssertTests:
-    """Python tests, and the `names` that they take from the program."""
+    """Python tests, the `names` that they take from the program, and the `modules`, by name, that they mean by others.
+
+    `entry_point` is one of the names, or empty.
+    """
 
     asserts: tuple[str, ...]
     setup: str
     names: tuple[str, ...]
+    modules: Mapping[str, str]
+    entry_point: str
 
 
 Tests = FunctionTests | StdioTests | AssertTests
@@ -135,26 +143,31 @@ def _asserts(given: Mapping[str, Any]) -> AssertTests:
     if not all(isinstance(test, str) and test.strip() for test in asserts):
         raise TestsError(f"tests.asserts: expected pieces of Python, got {str(asserts)[:80]}")
     setup = _text(given, "setup", "tests", "")
-    entry_point = given.get("entry_point")
+    entry_point = None if "entry_point" not in given else _text(given, "entry_point", "tests")
     for where, code in (("tests.setup", setup), *((f"tests.asserts[{i}]", code) for i, code in enumerate(asserts))):
         try:
             ast.parse(code)
         except (SyntaxError, ValueError) as error:
             raise TestsError(f"{where}: not Python: {error}") from error
-    return AssertTests(tuple(asserts), setup, tuple(names_of_the_program(asserts, setup, entry_point)))
+    names, modules = names_in(asserts, setup, entry_point)
+    return AssertTests(tuple(asserts), setup, tuple(names), modules, (entry_point or "").split(".")[0])
 
 
-def names_of_the_program(tests: Sequence[str], setup: str, entry_point: str | None) -> list[str]:
-    """The names that tests take from the program: what they read, and neither they nor Python define.
+def names_in(tests: Sequence[str], setup: str, entry_point: str | None) -> tuple[list[str], dict[str, str]]:
+    """The names that tests take from the program: what they read, and neither they nor Python define; and those of modules.
 
     A program may be asked for a function with the name of a builtin one. That is told by `entry_point`, or by tests that
-    call one builtin function and nothing else. Any other builtin stays Python's own, whatever the program defines.
+    call one builtin function and nothing else. Any other builtin stays Python's own, whatever the program defines; so does
+    a module of the standard library, or numpy, of which tests only use attributes, though they forgot to import it.
     """
     read: set[str] = set()
     defined: set[str] = set()
     called: set[str] = set()
+    names: list[str] = []  # as often as they are used
+    bases: list[str] = []  # of attributes
     for node in ast.walk(ast.parse("\n".join([setup, *tests]))):
         if isinstance(node, ast.Name):
+            names.append(node.id)
             (read if isinstance(node.ctx, ast.Load) else defined).add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             defined.add(node.name)
@@ -164,11 +177,20 @@ def names_of_the_program(tests: Sequence[str], setup: str, entry_point: str | No
             defined.add((node.asname or node.name).split(".")[0])
         elif isinstance(node, ast.ExceptHandler) and node.name:
             defined.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            bases.append(node.value.id)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             called.add(node.func.id)
-    wanted = {name for name in read - defined if not hasattr(builtins, name)}
-    if entry_point is not None:
-        wanted.add(entry_point.split(".")[0])
+    free = {name for name in read - defined if not hasattr(builtins, name)}
+    entry = (entry_point or "").split(".")[0]
+    modules = {
+        name: _ALIASES.get(name, name)
+        for name in free - {entry}
+        if (name in sys.stdlib_module_names or name in _ALIASES) and bases.count(name) == names.count(name)
+    }
+    wanted = free - modules.keys()
+    if entry:
+        wanted.add(entry)
     elif not wanted and len(called) == 1:
         wanted = called
-    return sorted(wanted)
+    return sorted(wanted), modules

@@ -4,24 +4,27 @@ Nothing here is trusted once the program has been loaded: it shares this process
 nothing here knows what is expected of the program, and whatever this side says is data to be judged elsewhere
 (`reward_workers.sandbox.wire`). `serve` answers questions about Python code one by one, so that the arguments of later
 calls are not here before the earlier ones were answered; `run_program` runs code as a script.
+
+Every frame that comes in is answered by one that goes out. It may be a call of a function that a test gave the program;
+what that gave, or a further question, comes in then.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
 import os
 import sys
 import threading
 import traceback
 import types
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from reward_workers.sandbox import wire
+from reward_workers.sandbox.values import as_plain, as_standard, describe, exception, make_standard
 
-MAX_MESSAGE_CHARACTERS = 500
-_DICTS = (Counter, OrderedDict, defaultdict)
 _NO_MEMORY = b""  # an empty payload: nothing may need to be allocated
 
 
@@ -54,36 +57,65 @@ class Candidate:
         self._max_bytes = max_bytes
         self._module = types.ModuleType("solution")
         self._handed_out: list[Any] = []
+        self._numbers: dict[int, int] = {}  # of what was handed out, by id
+        self._number = 0  # of the frame to answer
+        self._turn = threading.RLock()  # for the program's threads
 
     def serve(self, question: wire.Frame | None) -> None:
         """Answer this and all further ones, until the other side hangs up."""
         while question is not None:
-            kind, number, payload = question
-            try:
-                answer = wire.frame(wire.VALUE, number, self._answer(kind, payload))
-            except wire.NotPlainError as error:
-                answer = wire.frame(wire.NOT_PLAIN, number, _message(error))
-            except wire.TooLargeError as error:
-                answer = wire.frame(wire.TOO_LARGE, number, _message(error))
-            except MemoryError:
-                answer = wire.frame(wire.OUT_OF_MEMORY, number, _NO_MEMORY)
-            except BaseException as error:  # noqa: BLE001  whatever the program raises, SystemExit too, is its answer
-                answer = wire.frame(wire.RAISED, number, _message(error))
+            kind, self._number, payload = question
+            self._say(*self._reply(kind, payload))
+            question = self._read()
+
+    def _reply(self, kind: bytes, payload: bytes) -> tuple[bytes, bytes]:
+        """The kind and the payload of the answer to a question."""
+        try:
+            answer = wire.VALUE, self._answer(kind, payload)
+        except wire.NotPlainError as error:
+            answer = wire.NOT_PLAIN, describe(error)
+        except wire.TooLargeError as error:
+            answer = wire.TOO_LARGE, describe(error)
+        except MemoryError:
+            answer = wire.OUT_OF_MEMORY, _NO_MEMORY
+        except BaseException as error:  # noqa: BLE001  whatever the program raises, SystemExit too, is its answer
+            answer = wire.RAISED, describe(error)
+        with contextlib.suppress(Exception):  # a program may have closed its output, or have none
             sys.stdout.flush()
-            write_all(self._channel, answer)
-            question = wire.read_frame(lambda count: os.read(self._channel, count))
+        return answer
+
+    def call_back(self, function: int, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        """Have a test's function called, and answer what is asked meanwhile."""
+        with self._turn:
+            asked = (function, arguments, keywords)
+            self._say(wire.CALL, wire.encode(asked, max_bytes=self._max_bytes, convert=self._describe_or_hand_out))
+            while (frame := self._read()) is not None:
+                kind, self._number, payload = frame
+                if kind in (wire.RETURNED, wire.RAISED):
+                    value = wire.decode(payload, build=True, resolve=self._resolve, make=self._make)
+                    if kind == wire.RETURNED:
+                        return value
+                    raise exception(*value)
+                self._say(*self._reply(kind, payload))
+        os._exit(1)
+
+    def _say(self, kind: bytes, payload: bytes) -> None:
+        write_all(self._channel, wire.frame(kind, self._number, payload))
+
+    def _read(self) -> wire.Frame | None:
+        return wire.read_frame(lambda count: os.read(self._channel, count))
 
     def _answer(self, kind: bytes, payload: bytes) -> bytes:
-        asked = wire.decode(payload, build=True, resolve=self._resolve)
+        asked = wire.decode(payload, build=True, resolve=self._resolve, make=self._make)
         if kind == wire.LOAD:
             sys.modules["solution"] = self._module  # dataclasses and pickle look it up
             exec(compile(asked, "<solution>", "exec", dont_inherit=True), self._module.__dict__)
             return wire.encode(None)
         if kind == wire.GET:
             owner, name = asked
-            return wire.encode(self._get(owner, name), max_bytes=self._max_bytes, convert=self._convert_or_hand_out)
+            return wire.encode(self._get(owner, name), max_bytes=self._max_bytes, convert=self._describe_or_hand_out)
         owner, name, arguments, keywords, by_reference = asked
-        convert = self._convert_or_hand_out if by_reference else convert_known
+        convert = self._describe_or_hand_out if by_reference else as_plain
         before = wire.encode(arguments, convert=convert) if by_reference else b""
         result = self._get(owner, name)(*arguments, **keywords)
         changed = arguments if by_reference and wire.encode(arguments, convert=convert) != before else None
@@ -101,41 +133,61 @@ class Candidate:
             found = getattr(found() if isinstance(found, type) else found, part)
         return found
 
-    def _convert_or_hand_out(self, value: Any) -> Any:
+    def _describe_or_hand_out(self, value: Any) -> Any:
+        if type(value) is TestFunction:
+            return wire.Standard("function", (value.number,))
         try:
-            return convert_known(value)
+            return as_standard(value)
         except wire.NotPlainError:
-            self._handed_out.append(value)
-            return wire.Reference(len(self._handed_out) - 1)
+            if id(value) not in self._numbers:
+                self._numbers[id(value)] = len(self._handed_out)
+                self._handed_out.append(value)
+            return wire.Reference(self._numbers[id(value)])
 
     def _resolve(self, number: int) -> Any:
         return self._handed_out[number]
 
+    def _make(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        return TestFunction(self, *arguments) if name == "function" else make_standard(name, arguments)
 
-def convert_known(value: Any) -> Any:
-    """Counters, default and ordered dicts as dicts, numpy's numbers and arrays as numbers and lists.
 
-    Raises NotPlainError for anything else.
-    """
-    kind = type(value)
-    if kind in _DICTS:
-        return dict(value)
-    if kind.__module__ == "numpy" and hasattr(value, "tolist"):
-        plain = value.tolist()
-        if type(plain) is not kind:
-            return plain
-    return wire.refuse(value)
+class TestFunction:
+    """A function that a test gave the program, by number."""
+
+    def __init__(self, candidate: Candidate, number: int) -> None:
+        self._candidate = candidate
+        self.number = number
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._candidate.call_back(self.number, list(arguments), keywords)
 
 
 def run_program(channel: int, code: str) -> None:
     """Run code as a script and end this process as the interpreter would."""
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
     sys.argv = ["solution.py"]
-    status = _status(lambda: exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__), channel)
-    for last in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush):  # type: ignore[attr-defined]
+    written = sys.stdout
+    status = _status(lambda: _execute(code), channel)
+    for last in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
         status = _status(last, channel) or status
+    with contextlib.suppress(BaseException):  # what objects write when they end is written, whatever becomes of them
+        del sys.modules["__main__"]
+        gc.collect()
+        for stream in (sys.stdout, written):
+            if stream is not None and not stream.closed:
+                stream.flush()
     os._exit(status)
+
+
+def _execute(code: str) -> None:
+    module = types.ModuleType("__main__")
+    module.__file__ = "solution.py"
+    sys.modules["__main__"] = module
+    exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
+
+
+def _flush() -> None:
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout.flush()
 
 
 def _status(action: Callable[[], Any], channel: int) -> int:
@@ -154,15 +206,6 @@ def _status(action: Callable[[], Any], channel: int) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-def _message(error: BaseException) -> bytes:
-    """The type's name and the text, encoded."""
-    try:
-        text = str(error)[:MAX_MESSAGE_CHARACTERS]
-    except BaseException:  # noqa: BLE001  a program's exception may have any __str__
-        text = ""
-    return wire.encode((str(type(error).__name__), str(text)))
 
 
 def write_all(channel: int, data: bytes) -> None:

@@ -35,10 +35,14 @@ from reward_workers.sandbox.kernel import (
 # Users that no account has: a range that Debian keeps for packages to create on demand.
 FIRST_UID, UIDS = 60100, 1000
 STACK_BYTES = 64 << 20
-MAX_PROCESSES, MAX_FILES = 64, 256
+MAX_PROCESSES, MAX_THREADS, MAX_FILES = 64, 256, 256  # threads: of Python code, which can't fork
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
-_TOOLCHAIN = (
-    "/usr",
+_TOOLCHAIN = (  # of /usr what comes with the system: some keep their own work in it
+    *(
+        f"{root}/{part}"
+        for root in ("/usr", "/usr/local")
+        for part in ("bin", "lib", "lib64", "libexec", "include", "share")
+    ),
     "/bin",
     "/lib",
     "/lib64",
@@ -169,8 +173,9 @@ def base_rules(libraries: Sequence[str]) -> int:
     return landlock.ruleset([*((path, landlock.READ) for path in (*libraries, *_SYSTEM)), *_DEVICES.items()])
 
 
-def confine(setup: Setup, layers: Layers, rules: int | None, parent: int, signals: bool) -> None:
+def confine(setup: Setup, layers: Layers, rules: int | None, parent: int, signals: bool, others: int) -> None:
     """Apply everything to this process, which `parent` forked. `signals`: programs may signal what they can see.
+    `others`: threads that its user has besides (see `tasks_besides`).
 
     Raises OSError when a layer that was found can't be applied.
     """
@@ -184,11 +189,8 @@ def confine(setup: Setup, layers: Layers, rules: int | None, parent: int, signal
     }
     if setup.address_space_bytes:
         limits[resource.RLIMIT_AS] = (setup.address_space_bytes, setup.address_space_bytes)
-    if setup.argv is not None:  # Python code can't fork, and its threads are limited by memory
-        processes = MAX_PROCESSES
-        if layers.uid is None and "user" not in layers.namespaces:
-            processes += _tasks_of(os.getuid())  # the limit counts all of the user's, on the whole machine
-        limits[resource.RLIMIT_NPROC] = (processes, processes)
+    processes = others + (MAX_THREADS if setup.argv is None else MAX_PROCESSES)
+    limits[resource.RLIMIT_NPROC] = (processes, processes)
     if setup.data_bytes:
         limits[resource.RLIMIT_DATA] = (setup.data_bytes, setup.data_bytes)
     for which, (soft, hard) in limits.items():
@@ -215,15 +217,23 @@ def confine(setup: Setup, layers: Layers, rules: int | None, parent: int, signal
 
 
 def _program_rules(setup: Setup) -> int:
-    grants = [*((path, landlock.READ | landlock.EXECUTE) for path in _TOOLCHAIN), *_DEVICES.items()]
+    grants = [(path, landlock.READ | landlock.EXECUTE) for path in _TOOLCHAIN]
     if setup.folder is not None:
         rights = landlock.READ | landlock.EXECUTE | (landlock.WRITE if setup.writable else 0)
         grants.append((setup.folder, rights))
+    devices = ["/dev/null"] if setup.writable else list(_DEVICES)  # a compiler would read others without end
+    grants += [(path, _DEVICES[path]) for path in devices]
     return landlock.ruleset(grants)
 
 
-def _tasks_of(uid: int) -> int:
-    """Threads that a user has now, as far as /proc shows them."""
+def tasks_besides(layers: Layers) -> int:
+    """Threads that the user of the programs has now, as far as /proc shows them: limits count them, on the whole machine.
+
+    0 where the programs have a user of their own.
+    """
+    if layers.uid is not None or "user" in layers.namespaces:
+        return 0
+    uid = os.getuid()
     count = 0
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():

@@ -94,6 +94,8 @@ class Zygote:
         out_read, out_write = os.pipe2(os.O_CLOEXEC)
         err_read, err_write = os.pipe2(os.O_CLOEXEC)
         nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        for pipe in (out_write, err_write):
+            os.fchmod(pipe, 0o666)  # for programs that open /dev/stdout as a user of their own
         given = [nothing if stdin is None else stdin, out_write, err_write, theirs.fileno()]
         try:
             socket.send_fds(self._line, [wire.encode((b"spawn", 0, False))], given)

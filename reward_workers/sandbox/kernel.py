@@ -12,6 +12,7 @@ import platform
 import struct
 import sys
 import time
+from collections.abc import Iterator
 
 SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64"
 
@@ -81,6 +82,17 @@ def set_capabilities(bits: int) -> None:
     syscall("capset", struct.pack("Ii", _CAPABILITY_VERSION_3, 0), data)
 
 
+def run_delay_seconds(pid: int) -> float:
+    """How long a process's first thread was ready to run and got no CPU; 0 where the kernel does not say. OSError if gone."""
+    try:
+        with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except FileNotFoundError:
+        if not os.path.exists(f"/proc/{pid}"):
+            raise
+        return 0.0
+
+
 def cpu_seconds(pid: int) -> float:
     """CPU time of all threads of a process so far. Raises OSError when it is gone."""
     return time.clock_gettime((~pid << 3) | 2)  # CPUCLOCK_SCHED of that process, see clock_getcpuclockid(3)
@@ -93,3 +105,54 @@ def pid_of(pidfd: int) -> int:
     if pid <= 0:
         raise ProcessLookupError("the process was reaped")
     return pid
+
+
+def _oom_kills() -> int:
+    try:
+        with open("/proc/vmstat") as counters:
+            return int(counters.read().partition("\noom_kill ")[2].partition("\n")[0] or 0)
+    except OSError:
+        return 0
+
+
+_oom_kills_seen = _oom_kills()
+
+
+def ran_out_of_memory() -> bool:
+    """Whether the kernel has killed a process of this machine for want of memory since this was asked last."""
+    global _oom_kills_seen
+    before, _oom_kills_seen = _oom_kills_seen, _oom_kills()
+    return _oom_kills_seen > before
+
+
+def siblings_memory_bytes(pid: int) -> int:
+    """Memory that a process, all others below its parent included, has to itself or shares without a file.
+
+    Raises OSError when it is gone.
+    """
+    with open(f"/proc/{pid}/stat") as state:
+        parent = int(state.read().rpartition(")")[2].split()[1])
+    return sum(map(_memory_bytes, _below(parent)))
+
+
+def _below(pid: int) -> Iterator[int]:
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as children:
+                for child in map(int, children.read().split()):
+                    yield child
+                    yield from _below(child)
+    except OSError:
+        return  # it ended meanwhile
+
+
+def _memory_bytes(pid: int) -> int:
+    """By its share of what it shares with its forks, where this process may look, else as if it shared nothing."""
+    for file, names in (("smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")), ("status", ("RssAnon:", "RssShmem:"))):
+        try:
+            with open(f"/proc/{pid}/{file}") as sizes:
+                lines = (line.split() for line in sizes)
+                return sum(int(line[1]) << 10 for line in lines if line[0] in names)
+        except OSError:
+            continue
+    return 0

@@ -14,6 +14,8 @@ from reward_workers.sandbox.session import SandboxError
 SOURCE, BINARY = "{source}", "{binary}"
 COMPILE_TIMEOUT_S = 20.0
 COMPILE_MEMORY_MB = 2048
+# What programs that run out of memory say, by their runtimes: C++, JavaScript, bash and the system's tools.
+OUT_OF_MEMORY = ("std::bad_alloc", "heap out of memory", "memory exhausted", "annot allocate", "ut of memory")
 
 
 @dataclass(frozen=True)

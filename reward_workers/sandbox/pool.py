@@ -17,6 +17,7 @@ from reward_workers.sandbox.host import Zygote
 from reward_workers.sandbox.probes import Capabilities, probe
 
 RECYCLE_AFTER = 1000  # processes of one zygote
+SLOT_STRIDE = 37
 
 
 class Pool:
@@ -31,7 +32,7 @@ class Pool:
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, ...], list[Zygote]] = {}
         self._capabilities: Capabilities | None = None
-        self._slots = itertools.count(os.getpid())
+        self._slots = itertools.count(SLOT_STRIDE * os.getpid())  # neighbours by number share no user
 
     def _after_fork(self) -> None:
         for zygotes in self._idle.values():

@@ -29,7 +29,8 @@ from reward_workers.sandbox.confine import Setup
 START_TIMEOUT_S = 30.0  # for a process to be confined, on a machine that is busy
 REAP_TIMEOUT_S = 20.0  # for a killed process to be gone
 GRACE_S = 0.05  # between two looks at the CPU time of a process that is over its limit by the clock
-WALL_FACTOR = 3  # a busy machine, or a program that waits: this many times the CPU limit by the clock
+MEMORY_LOOK_S = 0.1  # between two looks at the memory of a program with all that it started
+WALL_FACTOR = 3  # a program that waits: this many times the CPU limit by the clock, time in which it got no CPU aside
 
 
 class SandboxError(RuntimeError):
@@ -58,7 +59,8 @@ class Ended(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """`cpu_s` is for one question (or program), `WALL_FACTOR` times as much by the clock; the rest is for a process."""
+    """`cpu_s` is for one question (or program), `WALL_FACTOR` times as much by the clock, not counting time in which the
+    machine gave it no CPU; the rest is for a process."""
 
     cpu_s: float = 5.0
     memory_mb: int = 512
@@ -83,6 +85,32 @@ class _Stream:
     descriptor: int
     data: bytearray = dataclasses.field(default_factory=bytearray)
     open: bool = True
+
+
+@dataclass
+class _Clock:
+    """The time of one question. `hard` is a moment that nothing moves; `look` is when to look at the CPU time next."""
+
+    begun: float
+    hard: float
+    wall_s: float
+    cpu_begun: float
+    waited_begun: float
+    look: float
+    wall: float
+
+    @classmethod
+    def of(cls, limits: Limits, hard: float, cpu_begun: float, waited_begun: float) -> _Clock:
+        begun, wall_s = time.monotonic(), WALL_FACTOR * limits.cpu_s
+        return cls(begun, hard, wall_s, cpu_begun, waited_begun, begun + limits.cpu_s, begun + wall_s)
+
+    def wall_for(self, waited: float) -> float:
+        """The limit by the clock for a process that was kept waiting for a CPU for `waited` seconds in its life so far."""
+        return self.begun + self.wall_s + max(0.0, waited - self.waited_begun)
+
+    @property
+    def next_look(self) -> float:
+        return min(self.wall, self.hard, self.look)
 
 
 class Session:
@@ -117,6 +145,7 @@ class Session:
         self._exited = False
         self._closed = False
         self._programs = False
+        self._memory_bytes = 0  # of all processes of a program together; 0 is no limit
         self._host_pid: int | None = None
         self.status: int | None = None  # the exit status, once closed: negative for a signal
         channel.setblocking(False)
@@ -125,7 +154,10 @@ class Session:
 
     def start(self, setup: bytes) -> None:
         """Wait until the process says that it is confined. Raises SandboxError."""
-        self._programs = wire.decode(setup, build=True).get("argv") is not None
+        asked = wire.decode(setup, build=True)
+        self._programs = asked.get("argv") is not None
+        if self._programs:  # each of its processes is limited too, but not how many there are
+            self._memory_bytes = asked["address_space_bytes"] or asked["data_bytes"]
         self._to_send = memoryview(wire.frame(wire.SETUP, 0, setup))
         until = time.monotonic() + START_TIMEOUT_S
         while (said := self._next_frame()) is None:
@@ -146,12 +178,9 @@ class Session:
         self._to_send = memoryview(wire.frame(kind, number, payload))
         return number
 
-    def answer(self, number: int | None) -> wire.Frame:
-        """The next frame, which must have this number (None: any). Raises Ended."""
-        begun = time.monotonic()
-        wall = min(begun + WALL_FACTOR * self._limits.cpu_s, self._deadline)
-        look = begun + self._limits.cpu_s
-        cpu_begun = self._cpu_s()
+    def answer(self, number: int | None, until: float = math.inf) -> wire.Frame:
+        """The next frame, which must have this number (None: any) and come before `until`. Raises Ended."""
+        clock = _Clock.of(self._limits, min(self._deadline, until), self._cpu_s(), self._kept_waiting_s())
         while (said := self._next_frame()) is None:
             if self._exited:
                 ended = self._ended("without an answer")
@@ -161,8 +190,8 @@ class Session:
             if not self._channel_open:
                 self._kill()
                 raise Ended(Outcome.CRASHED, "the program closed the line of its answers")
-            look = self._check_time(wall, look, cpu_begun)
-            self._pump(min(wall, look))
+            self._check_time(clock)
+            self._pump(clock.next_look)
         if number is not None and said[1] != number:
             self._kill()
             raise Ended(Outcome.FAILED, "the program forged an answer")
@@ -174,13 +203,13 @@ class Session:
 
     def finish(self) -> None:
         """Wait until the process ends by itself. Raises Ended for a limit, or for an end by a signal."""
-        begun = time.monotonic()
-        wall = min(begun + WALL_FACTOR * self._limits.cpu_s, self._deadline)
-        look = begun + self._limits.cpu_s
+        clock = _Clock.of(self._limits, self._deadline, 0.0, self._kept_waiting_s())
         out_of_memory = False
+        memory_look = time.monotonic() + MEMORY_LOOK_S if self._memory_bytes else math.inf
         while not self._exited:
-            look = self._check_time(wall, look, 0.0)
-            self._pump(min(wall, look))
+            self._check_time(clock)
+            memory_look = self._check_memory(memory_look)
+            self._pump(min(clock.next_look, memory_look))
             while (said := self._next_frame()) is not None:
                 out_of_memory |= said[0] == wire.OUT_OF_MEMORY
         ended = self._ended("")
@@ -229,33 +258,54 @@ class Session:
         assert status is not None
         if status in (-signal.SIGXCPU,):
             return Ended(Outcome.TIMEOUT, "the program used up its CPU time")
-        if status == -signal.SIGKILL:  # not by the host: it was alive when last looked at
-            return Ended(Outcome.OOM, "the program was killed from outside, as when the machine runs out of memory")
+        if status == -signal.SIGKILL and kernel.ran_out_of_memory():
+            return Ended(Outcome.OOM, "the program was killed while the machine ran out of memory")
         if status < 0:
             return Ended(Outcome.CRASHED, f"the program was ended by {signal.Signals(-status).name}")
         return Ended(Outcome.CRASHED, f"the program exited with status {status} {how}".strip())
 
     def _cpu_s(self) -> float:
+        return self._of_process(kernel.cpu_seconds)
+
+    def _kept_waiting_s(self) -> float:
+        return self._of_process(kernel.run_delay_seconds)
+
+    def _of_process(self, figure: Callable[[int], float]) -> float:
         try:
             if self._host_pid is None:
                 self._host_pid = kernel.pid_of(self._pidfd)
-            return kernel.cpu_seconds(self._host_pid)
+            return figure(self._host_pid)
         except OSError:
             return 0.0  # it has ended: its exit is what comes next
 
-    def _check_time(self, wall: float, look: float, cpu_begun: float) -> float:
-        """When to look at the CPU time next. Raises Ended once a limit is passed."""
+    def _check_time(self, clock: _Clock) -> None:
+        """Raises Ended once a limit is passed."""
         now = time.monotonic()
-        if now >= wall:
+        if now >= clock.wall:
+            # A machine that is busy with others' work is not the program's fault.
+            clock.wall = clock.wall_for(self._kept_waiting_s())
+        if now >= clock.wall or now >= clock.hard:
             self._kill()
             raise Ended(Outcome.TIMEOUT, "the program did not answer in time")
-        if now < look:
-            return look
-        left = self._limits.cpu_s - (self._cpu_s() - cpu_begun)
+        if now < clock.look:
+            return
+        left = self._limits.cpu_s - (self._cpu_s() - clock.cpu_begun)
         if left <= 0:
             self._kill()
             raise Ended(Outcome.TIMEOUT, f"the program used more than {self._limits.cpu_s:g} s of CPU time")
-        return now + max(left, GRACE_S)
+        clock.look = now + max(left, GRACE_S)
+
+    def _check_memory(self, look: float) -> float:
+        """When to look at the memory next. Raises Ended once the limit is passed."""
+        if time.monotonic() < look:
+            return look
+        with contextlib.suppress(OSError):  # it has ended: its exit is what comes next
+            if self._host_pid is None:
+                self._host_pid = kernel.pid_of(self._pidfd)
+            if kernel.siblings_memory_bytes(self._host_pid) > self._memory_bytes:
+                self._kill()
+                raise Ended(Outcome.OOM, "the program and what it started used more memory than they may")
+        return time.monotonic() + MEMORY_LOOK_S
 
     def _next_frame(self) -> wire.Frame | None:
         """The next whole frame that has arrived. Raises Ended for one that is over the limit."""

@@ -1,8 +1,9 @@
 """Plain values as bytes, and frames: the only things that pass between a confined process and the one that judges it.
 
 Contract. Exact builtin types only: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict. An
-object whose type merely derives from one of these is refused, so nothing that arrives has methods of the sender's. Nothing
-is ever executed, imported or looked up while decoding, and every malformed input is a `WireError`.
+object whose type merely derives from one of these is refused, so nothing that arrives has methods of the sender's. Between
+confined processes `Reference` and `Standard` stand for what is none of these. Nothing is ever executed, imported or looked
+up while decoding, and every malformed input is a `WireError`.
 
 The judging process must not build a set or a dict from a program's values: colliding keys would cost it quadratic time. It
 receives `SetItems` and `DictPairs`, and compares those (`reward_workers.code_compare`). A process that is confined itself
@@ -24,8 +25,9 @@ HEADER = struct.Struct("<IcI")
 
 # Kinds of frames. To a confined process:
 SETUP, LOAD, CALL, GET, PROGRAM, CHECK, TEST = b"S", b"L", b"C", b"G", b"P", b"K", b"T"
-# From it; CALL and GET too, from the process that holds tests:
+# From it; CALL and GET too, from the process that holds tests, and CALL from the program, of functions that a test gave it:
 READY, VALUE, RAISED, NOT_PLAIN, TOO_LARGE, OUT_OF_MEMORY = b"R", b"V", b"X", b"N", b"B", b"O"
+RETURNED = b"Y"  # what such a function gave; what it raised is RAISED
 
 Frame = tuple[bytes, int, bytes]  # kind, number, payload
 _COUNT = struct.Struct("<I")
@@ -67,13 +69,21 @@ class Reference:
     number: int
 
 
+@dataclass(frozen=True)
+class Standard:
+    """A value of a type that is Python's own, by a name for the type and what to make it of."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
 def refuse(value: Any) -> Any:
     """What becomes of an object that is not plain, by default."""
     raise NotPlainError(f"{type(value).__name__} is not a plain value")
 
 
 def encode(value: Any, *, max_bytes: int = 1 << 30, convert: Callable[[Any], Any] = refuse) -> bytes:
-    """The value as bytes. `convert` makes a plain value or a `Reference` of what is neither, or raises NotPlainError.
+    """The value as bytes. `convert` makes a plain value, a `Reference` or a `Standard` of what is none, or raises NotPlainError.
 
     Raises NotPlainError (also for what is nested deeper than MAX_DEPTH), TooLargeError (more than `max_bytes`).
     """
@@ -120,6 +130,10 @@ def encode(value: Any, *, max_bytes: int = 1 << 30, convert: Callable[[Any], Any
                     write(entry, depth + 1)
         elif kind is Reference:
             put(b"r" + _COUNT.pack(item.number))
+        elif kind is Standard:
+            put(b"m")
+            write(item.name, depth + 1)
+            write(item.arguments, depth + 1)
         else:
             if depth >= MAX_DEPTH:
                 raise NotPlainError(f"a value that is nested deeper than {MAX_DEPTH}")
@@ -129,10 +143,17 @@ def encode(value: Any, *, max_bytes: int = 1 << 30, convert: Callable[[Any], Any
     return b"".join(parts)
 
 
-def decode(data: bytes, *, build: bool = False, resolve: Callable[[int], Any] = Reference) -> Any:
-    """The value in `data`, all of it. `build`: real sets and dicts (see above); `resolve` makes something of references.
+def decode(
+    data: bytes,
+    *,
+    build: bool = False,
+    resolve: Callable[[int], Any] = Reference,
+    make: Callable[[str, tuple[Any, ...]], Any] = Standard,
+) -> Any:
+    """The value in `data`, all of it. `build`: real sets and dicts (see above); `resolve` and `make` make something of
+    references and standard values.
 
-    Raises WireError.
+    Raises WireError, and what `resolve` and `make` raise.
     """
     at = 0
 
@@ -175,6 +196,11 @@ def decode(data: bytes, *, build: bool = False, resolve: Callable[[int], Any] = 
             return take(count())
         if tag == b"r":
             return resolve(count())
+        if tag == b"m":
+            name, arguments = read(depth + 1), read(depth + 1)
+            if type(name) is not str or type(arguments) is not tuple:
+                raise WireError("a standard value without a name or arguments")
+            return make(name, arguments)
         if tag in b"lteE":
             found = items(count(), depth + 1)
             if tag == b"l":

@@ -17,6 +17,7 @@ import dataclasses
 import gc
 import importlib
 import json
+import math
 import os
 import select
 import signal
@@ -26,7 +27,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from reward_workers.sandbox import candidate, checker, seccomp, wire
+from reward_workers.sandbox import candidate, checker, seccomp, values, wire
 from reward_workers.sandbox.confine import (
     Layers,
     Setup,
@@ -34,6 +35,7 @@ from reward_workers.sandbox.confine import (
     confine,
     enter_namespaces,
     find_layers,
+    tasks_besides,
 )
 from reward_workers.sandbox.kernel import (
     PR_SET_CHILD_SUBREAPER,
@@ -46,6 +48,7 @@ CHANNEL = 3  # a child's descriptor for frames, next to 0, 1 and 2
 MAX_MESSAGE_BYTES = 4096
 SPAWN, REAP = b"spawn", b"reap"
 SWEEP_TIMEOUT_S = 10.0
+COUNT_AFTER_S = 1.0  # for how long a count of the user's threads holds
 # What programs commonly import: a child that finds it loaded starts a hundred times sooner than one that reads files.
 COMMON_MODULES = """
     array bisect collections.abc copy dataclasses datetime decimal enum fractions functools hashlib heapq io itertools json
@@ -62,6 +65,8 @@ def main() -> None:
         sys.exit("the host died before the zygote was up")
     host_alive = os.pidfd_open(host)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # when the machine runs out of memory, programs are the first to go
     found, why_none = enter_namespaces() if options["namespaces"] else ((), "not asked for")
     prctl(PR_SET_DUMPABLE, 0)
     if "pid" in found:
@@ -97,6 +102,7 @@ class _Zygote:
         self._layers = layers
         self._rules = base_rules(libraries) if layers.landlock else None
         self._pid = os.getpid()
+        self._others, self._counted_at = 0, -math.inf
         with open("/proc/self/statm") as sizes:
             self._own_bytes = int(sizes.read().split()[0]) * os.sysconf("SC_PAGESIZE")
         seccomp.compiled()  # so that children find it made
@@ -127,6 +133,8 @@ class _Zygote:
         socket.send_fds(self._line, [message], list(descriptors))
 
     def _spawn(self, descriptors: list[int]) -> None:
+        if time.monotonic() - self._counted_at > COUNT_AFTER_S:
+            self._others, self._counted_at = tasks_besides(self._layers), time.monotonic()
         try:
             pid = os.fork()
         except OSError as error:
@@ -189,13 +197,15 @@ class _Zygote:
             setup = dataclasses.replace(setup, address_space_bytes=self._own_bytes + memory_bytes)
         if setup.folder is not None:
             os.chdir(setup.folder)
+        others = self._others if setup.argv is None else tasks_besides(self._layers)  # those fork, and need it exact
         own_processes = "pid" in self._layers.namespaces
-        confine(setup, self._layers, rules, self._pid, signals=own_processes)
+        confine(setup, self._layers, rules, self._pid, signals=own_processes, others=others)
         candidate.write_all(CHANNEL, wire.frame(wire.READY))
         if setup.argv is not None:
             environment = {**os.environ, "TMPDIR": "."}
             os.set_inheritable(CHANNEL, False)
             os.execve(setup.argv[0], setup.argv, environment)
+        values.limit_stacks(memory_bytes)
         order = wire.read_frame(lambda count: os.read(CHANNEL, count))
         if order is None:
             os._exit(0)

@@ -17,7 +17,7 @@ from reward_workers import code_runs
 from reward_workers.code import check_options, check_row, grade_code
 from reward_workers.code_compare import Tolerance, outputs_equal, values_equal
 from reward_workers.code_extraction import extract_code
-from reward_workers.code_tests import names_of_the_program
+from reward_workers.code_tests import names_in
 from reward_workers.function import RewardFunction, RewardFunctionError
 from reward_workers.sandbox.host import Zygote
 from reward_workers.sandbox.pool import Pool
@@ -385,7 +385,7 @@ class TestAsserts:
 
     def test_names(self) -> None:
         tests = ["import math\nassert math.isclose(f(x=[y for y in range(3)]), LIMIT)"]
-        assert names_of_the_program(tests, "", None) == ["LIMIT", "f"]
+        assert names_in(tests, "", None) == (["LIMIT", "f"], {})
 
 
 class TestExtraction:

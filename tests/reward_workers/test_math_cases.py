@@ -76,7 +76,12 @@ def test_a42_hostile_numbers_cost_nothing() -> None:
     assert grade_math(r"\boxed{3}", given["gold"]).value == 1
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=[f"{p['family']}-{i}" for i, p in enumerate(PAIRS)])
+def _labelled(number: int, pair: dict[str, Any]) -> Any:
+    """Every eighth is in the fast part."""
+    return pytest.param(pair, id=f"{pair['family']}-{number}", marks=() if number % 8 == 0 else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("pair", [_labelled(number, pair) for number, pair in enumerate(PAIRS)])
 def test_labelled_pairs(pair: dict[str, Any]) -> None:
     result = grade_math(pair["completion"], pair["answer"], timeout_s=BUSY_S, **pair.get("options", {}))
     assert result.status is Status.SCORED

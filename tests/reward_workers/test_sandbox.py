@@ -67,22 +67,24 @@ def same(a: Any, b: Any) -> bool:
 
 
 class TestWire:
-    @settings(max_examples=60)
+    @settings(max_examples=60, deadline=None)
     @given(plain)
     def test_what_is_encoded_is_decoded(self, value: Any) -> None:
         assert same(wire.decode(wire.encode(value), build=True), value)
 
-    @settings(max_examples=60)
+    @settings(max_examples=60, deadline=None)
     @given(plain)
     def test_a_value_is_equal_to_itself(self, value: Any) -> None:
         assert values_equal(wire.decode(wire.encode(value)), value, Tolerance(0, 0))
         assert values_equal(wire.decode(wire.encode(value)), wire.decode(wire.encode(value)), Tolerance())
 
+    @settings(deadline=None)
     @given(st.binary(max_size=200), st.booleans())
     def test_any_other_bytes_are_an_error_of_one_kind(self, data: bytes, build: bool) -> None:
         with contextlib.suppress(wire.WireError):
             wire.decode(data, build=build)
 
+    @settings(deadline=None)
     @given(plain, st.data())
     def test_a_changed_byte_is_a_value_or_an_error(self, value: Any, data: st.DataObject) -> None:
         encoded = bytearray(wire.encode(value))
@@ -91,6 +93,7 @@ class TestWire:
         with contextlib.suppress(wire.WireError):
             wire.decode(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
 
+    @settings(deadline=None)
     @given(plain, st.integers(1, 64))
     def test_no_encoding_is_over_its_limit(self, value: Any, limit: int) -> None:
         try:
@@ -130,6 +133,7 @@ class TestWire:
 
 
 class TestComparing:
+    @settings(deadline=None)
     @given(st.floats(allow_nan=False, allow_infinity=False), st.floats(-1e-7, 1e-7))
     def test_floats_that_differ_little_are_equal_and_others_not(self, value: float, relative: float) -> None:
         near = wire.decode(wire.encode([value * (1 + relative)]))
@@ -137,11 +141,13 @@ class TestComparing:
         far = wire.decode(wire.encode(value * 1.001 + 1))
         assert not values_equal(far, value, Tolerance()) or math.isclose(far, value, rel_tol=1e-6)
 
+    @settings(deadline=None)
     @given(st.integers(), st.integers())
     def test_whole_numbers_are_exact(self, a: int, b: int) -> None:
         assert values_equal(a, b, Tolerance(0.1, 0.1)) == (a == b)
         assert outputs_equal(str(a), str(b), Tolerance(0.1, 0.1)) == (a == b)
 
+    @settings(deadline=None)
     @given(st.lists(st.text(st.characters(exclude_categories=["Cs", "Zs", "Zl", "Zp", "Cc"]), min_size=1), min_size=1))
     def test_text_is_equal_up_to_blanks_at_ends(self, words: list[str]) -> None:
         text = "\n".join(words)
@@ -248,6 +254,9 @@ class TestConfinement:
         assert core == (0, 0)
         assert "HOME" in environment
         assert not [name for name in environment if "TOKEN" in name or "KEY" in name]
+
+    def test_programs_are_the_first_to_go_when_memory_is_short(self, zygote: Zygote) -> None:
+        assert Path(f"/proc/{zygote.pid}/oom_score_adj").read_text().strip() == "1000"
 
     def test_one_program_leaves_nothing_to_the_next(self, zygote: Zygote) -> None:
         program = (

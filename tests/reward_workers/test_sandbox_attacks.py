@@ -201,7 +201,9 @@ def interpreter(folder: Path) -> Path:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize("file", ["test_sandbox_attacks.py", "test_code_cases.py", "test_sandbox.py"])
+@pytest.mark.parametrize(
+    "file", ["test_sandbox_attacks.py", "test_sandbox_reach.py", "test_code_cases.py", "test_sandbox.py"]
+)
 def test_the_same_without_rights(file: str, tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
