@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests. `fast` leaves out what starts engines or takes long; further arguments go to pytest.
+# Tests. `fast` leaves out what starts engines or takes long; further arguments go to pytest, alone they choose the tests.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 say "ruff"
@@ -8,8 +8,13 @@ ruff format --check .
 say "mypy"
 mypy
 say "pytest"
+# What starts no engine runs on all cores; engines and long tests have the machine to themselves.
 if [ "${1:-}" = fast ]; then
     shift
-    exec pytest -q -m "not engine and not thorough" "$@"
+    exec pytest -q -n auto -m "not engine and not thorough" "$@"
 fi
-exec pytest -q "$@"
+if [ $# -gt 0 ]; then
+    exec pytest -q "$@"
+fi
+pytest -q -n auto -m "not engine and not thorough"
+exec pytest -q -m "engine or thorough"
