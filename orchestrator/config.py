@@ -303,9 +303,7 @@ class ReplayConfig:
 
     run: str | None = None  # folder of the run; its configuration is the one that counts
     version: int | None = None  # replay the step from this version to the next; null: the newest that is written down
-    forward: bool = (
-        False  # compute the learner's logprobs again as well: from a checkpoint of that version, or version 0
-    )
+    forward: bool = False  # the learner's logprobs too: needs a checkpoint of that version, or version 0
 
 
 @dataclass
@@ -314,9 +312,7 @@ class CheckRewardsConfig:
 
     sets: tuple[str, ...] = ("train", "eval")  # of data; data.train is judged by its rewards, data.eval by eval.checker
     rows: int | None = 100  # of each source, drawn with run.seed; null: all
-    gold_column: str | None = (
-        None  # data column that holds a right completion; null: what the reward functions say is one
-    )
+    gold_column: str | None = None  # data column of a right completion; null: what the reward functions say is one
     gold_template: str | None = None  # a right completion made of columns, as in "The answer is {answer}."
     pays: float = 0.9  # share of the way from a row's worst answer to the best gold at which an answer counts as paid
     max_gold_failures: int = 0  # golds that may not pay before it is an error
