@@ -124,7 +124,7 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize(
         ("options", "problem"),
         [
-            ({"path": "missing/model"}, "there is no folder missing/model"),
+            ({"path": "./missing"}, "there is no folder ./missing"),
             ({"engine": "sglang"}, "engine=sglang: expected transformers or vllm"),
             ({"normalise": "standard"}, "normalise=standard needs mean and std"),
             ({"normalise": "'none'"}, "normalise=none: expected null, sigmoid or standard"),
