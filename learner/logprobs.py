@@ -7,6 +7,7 @@ log-softmax in float32. Where there is more than one chunk, each is recomputed i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +30,13 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     entropy_gradient: bool = False,
+    least_chunks: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs and entropies, both float32 [N], of `targets` int64 [N] given `hidden` [N, H].
 
     `head` maps hidden states to vocabulary logits and `transform` is what the model does to them (soft-capping,
-    scaling). The entropy (nats, of the tempered distribution) carries a gradient only with `entropy_gradient`.
+    scaling). The entropy (nats, of the tempered distribution) carries a gradient only with `entropy_gradient`. The head is
+    called for at least `least_chunks` chunks, the last of them empty where there are not enough tokens.
     """
 
     def chunk(hidden_part: torch.Tensor, targets_part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,14 +46,20 @@ def token_logprobs(
             entropy = categorical(logits.float() / temperature)
         return logprobs, entropy
 
-    count = len(targets)
-    if count <= chunk_tokens:
+    chunks = max(least_chunks, chunks_of(len(targets), chunk_tokens))
+    if chunks == 1:
         return chunk(hidden, targets)
+    starts = range(0, chunks * chunk_tokens, chunk_tokens)
     parts = [
         checkpoint(chunk, hidden[i : i + chunk_tokens], targets[i : i + chunk_tokens], use_reentrant=False)
-        for i in range(0, count, chunk_tokens)
+        for i in starts
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def chunks_of(count: int, chunk_tokens: int) -> int:
+    """How many chunks `count` tokens make; none at all are one."""
+    return max(1, math.ceil(count / chunk_tokens))
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -8,14 +8,14 @@ forward calls.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from learner.batch import MicroBatchTensors
-from learner.logprobs import logit_transform, token_logprobs
+from learner.logprobs import chunks_of, logit_transform, token_logprobs
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class Policy(torch.nn.Module):
                 module.p = 0.0
         self.model: Any = model
         self._settings = settings
+        # With ZeRO-3 every call of the head gathers it from all ranks, in the forward pass and where that is repeated in the
+        # backward pass: all ranks must call it equally often. This gives the largest number of calls that any rank needs.
+        self.agree: Callable[[int], int] | None = None
 
     @property
     def causal_lm(self) -> Any:
@@ -73,7 +76,10 @@ class Policy(torch.nn.Module):
         return self.model.get_base_model() if self.is_lora else self.model
 
     def forward(self, batch: MicroBatchTensors, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropies, both float32 [R, L], of the sampled tokens; 0 where `response_mask` is False."""
+        """Logprobs and entropies, both float32 [R, L], of the sampled tokens; 0 where `response_mask` is False.
+
+        Every parameter takes part, also where nothing is sampled: ranks without data stand in all collectives.
+        """
         causal_lm = self.causal_lm
         backbone = getattr(causal_lm, causal_lm.base_model_prefix)
         hidden = backbone(
@@ -82,10 +88,7 @@ class Policy(torch.nn.Module):
             position_ids=batch.position_ids,
             use_cache=False,
         ).last_hidden_state
-        if not len(batch.target_ids):
-            # Every parameter must take part, or ranks without data would stand outside the collectives.
-            touch = causal_lm.get_output_embeddings()(hidden[:, -1:]).float().sum() * 0.0
-            return batch.behaviour_logprobs + touch, batch.behaviour_logprobs + touch
+        chunks = chunks_of(len(batch.target_ids), self._settings.chunk_tokens)
         logprobs, entropy = token_logprobs(
             hidden[batch.source_row, batch.source_position],
             batch.target_ids,
@@ -94,6 +97,7 @@ class Policy(torch.nn.Module):
             temperature=temperature,
             chunk_tokens=self._settings.chunk_tokens,
             entropy_gradient=self._settings.entropy_gradient,
+            least_chunks=chunks if self.agree is None else self.agree(chunks),
         )
         where = (batch.answer, batch.offset)
         empty = torch.zeros(batch.response_mask.shape, dtype=torch.float32, device=logprobs.device)

@@ -170,6 +170,8 @@ class LearnerRank:
             model=policy, optimizer=optimizer, config=self._deepspeed_config(), dist_init_required=False
         )
         self._policy = policy
+        if s.zero_stage == 3 and self._ranks > 1:
+            policy.agree = self._most_of_ranks
         self._reference = self._load_reference()
         self._source = PolicyWeightSource(policy, zero_stage=s.zero_stage, bucket_bytes=s.bucket_bytes)
         return count
@@ -305,6 +307,15 @@ class LearnerRank:
         total = torch.as_tensor(values).detach().clone().to(self._device)
         dist.all_reduce(total)
         return total
+
+    def _most_of_ranks(self, count: int) -> int:
+        """The largest count of any rank. Every rank calls it."""
+        import torch
+        import torch.distributed as dist
+
+        most = torch.tensor(count, device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
 
     def _accumulate(
         self,

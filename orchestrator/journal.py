@@ -73,7 +73,8 @@ TRAJECTORIES = pa.schema(
         _required("token_ids", pa.list_(pa.int32())),  # [T], as the engine sampled them
         _required("response_mask", pa.list_(pa.bool_())),  # [T], True where the policy sampled
         _required("behaviour_logprobs", pa.list_(pa.float32())),  # [T], the engine's
-        # [T], the learner's before the batch's first update; null where the policy did not sample
+        # [T], the learner's at its first pass over the answer: before the batch's first update with one update a batch or
+        # algorithm.proximal=recompute, else before the answer's own update; null where the policy did not sample
         pa.field("learner_logprobs", pa.list_(pa.float32())),
         _required("version_spans", pa.list_(_SPAN)),
         _required("finish_reason", pa.string()),
@@ -122,8 +123,8 @@ OUTCOMES = pa.schema(
 class TrajectoryRow:
     """One trajectory of a batch with what the learner and the queue know about it.
 
-    `learner_logprobs` float32 [T] are the learner's under the version the batch improves (temperature
-    applied), None if it computed none. The batch's optimizer updates are `optimizer_step_start` (inclusive)
+    `learner_logprobs` float32 [T] are the learner's at its first pass over the answer (temperature applied), None
+    if it computed none. The batch's optimizer updates are `optimizer_step_start` (inclusive)
     to `optimizer_step_end` (exclusive). `trained` is False for a member that was left out of the loss (stale,
     masked, unscored), `advantage` None where it has none. `sampling` holds the request's parameters besides
     the temperature. Times are Unix seconds, None where a phase was never reached. `checker_value` is the verdict

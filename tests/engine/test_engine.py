@@ -234,6 +234,7 @@ def test_requests_in_flight_survive_an_update_and_name_the_token_where_it_took_o
 
     in_flight = sample(engine, prompt, 6, max_tokens=800)
     run(sample(engine, prompt, max_tokens=20)[0])  # written in step with the others: they have about 20 tokens now
+    run(engine.stand_still.remote(True))
     received = publish(engine, run, new, START + 1)
     assert received.keys() == {name for name, _ in new.named_parameters()}
     again = run(sample(engine, prompt)[0])
@@ -282,7 +283,9 @@ def test_a_parked_group_goes_on_at_another_engine_under_newer_weights(
     asked = request("moved", range(8), 60)
     report, payload = ask(engine, asked)
     in_step(engine, run, 20)
+    run(engine.stand_still.remote(True))
     count = run(engine.park.remote(["moved"]))
+    run(engine.stand_still.remote(False))
     members, parked = outcome(run, report, payload)
     assert count == sum(m.parked for m in members.values()) >= 2
     assert run(engine.park.remote(["moved"])) == 0
@@ -319,7 +322,9 @@ def test_parking_under_load_meets_answers_that_wait_in_the_engines_queue(engine:
     companion = sample(engine, PROMPT, max_tokens=10)[0]
     report, payload = ask(engine, request("crowd", range(AT_ONCE + 8), 300))
     run(companion)
+    run(engine.stand_still.remote(True))
     count = run(engine.park.remote(["crowd", "nobody"]))
+    run(engine.stand_still.remote(False))
     members, parked = outcome(run, report, payload)
     waiting = [index for index, m in members.items() if m.response_length == 0]
     assert len(waiting) >= 8
@@ -443,6 +448,7 @@ def test_with_recompute_kv_what_follows_an_update_is_the_new_models_over_the_who
     companion = sample(worker, prompt, max_tokens=20)[0]
     in_flight = sample(worker, prompt, AT_ONCE + 4, max_tokens=80)  # some wait in the engine's queue
     run(companion)
+    run(worker.stand_still.remote(True))  # however long the update takes to begin, they are in flight then
     publish(worker, run, new, START + 1)
     crossed = 0
     for answer in map(run, in_flight):
