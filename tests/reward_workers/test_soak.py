@@ -75,7 +75,7 @@ class Group:
 
 
 # Pathological members. Of a program everything is a verdict; of a reward function its failure is none.
-HANGS = Member(r"\boxed{\int_0^1 \sin(x^x)dx}", None, Status.TIMED_OUT)  # where the right answer is an integral
+HANGS = Member(r"\boxed{\int_0^\infty \sin(x^x)dx}", None, Status.TIMED_OUT)  # where the right answer is an integral
 BEYOND_LIMITS = Member(r"\boxed{9^{9^{9^{9}}}}", 0.0)
 PROGRAMS = [
     Member("def solve(n):\n    while True: pass", 0.0, outcome="timeout"),
