@@ -50,9 +50,9 @@ DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
 GROUP = 8
 Judge = Callable[[str, str], bool]  # (completion, right answer): is it paid
 
-# (right answer, stated, is it right); @ is a number that is new each time, so that no cache answers.
+# (right answer, stated, is it right); @ is a number that is new each time, so that no cache answers, # the same with commas.
 NUMERIC = [
-    *(("@", "@", True), (r"-\frac{@}{7}", "-@/7", True), ("@,000", "@000", True)),
+    *(("@", "@", True), (r"-\frac{@}{7}", "-@/7", True), ("#", "@", True)),
     *(("@.5", "@.50", True), ("@", "1@", False), (r"@\%", "@", True)),
 ]
 SYMBOLIC = [  # what exact arithmetic does not decide
@@ -196,7 +196,9 @@ def asking(name: str, judge: Judge, templates: list[tuple[str, str, bool]]) -> C
 
     def ask() -> None:
         n, answer, stated, right = next(questions)
-        paid = judge(f"We try.\n\\boxed{{{stated.replace('@', n)}}}", answer.replace("@", n))
+        paid = judge(
+            f"We try.\n\\boxed{{{stated.replace('@', n)}}}", answer.replace("@", n).replace("#", f"{int(n):,}")
+        )
         if name == "grade_math" and paid != right:
             raise SystemExit(f"{stated} for {answer}, @ = {n}: paid {paid}")
 
