@@ -51,7 +51,6 @@ def main() -> None:
         bench_step(rank, model, options)
     if "prefix" in options.only:
         bench_prefixes(rank, model, options.rounds)
-    rank.close()
 
 
 def has_gpu() -> bool:

@@ -7,6 +7,7 @@ moving the weights. Rank 0 writes them to `FOLDER/gradients.pt`. The cuts are th
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,10 +107,10 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
         found = {name: safe_get_full_grad(p) for name, p in rank._policy.named_parameters()}
         gradients.append({name: gradient.clone() for name, gradient in found.items() if gradient is not None})
         rank._step(0.0)  # AdamW at rate 0 leaves the weights where they are, and the gradients are gone
-    rank.close()
     if number == 0:
         torch.save(gradients, Path(job["folder"]) / "gradients.pt")
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
+    os._exit(0)  # as in rank_process

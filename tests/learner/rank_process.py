@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,6 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
     found["report"], found["first_logprobs"] = learn()
     found["weights"] = weights()
     if job["on_policy"] or job["spoiled"]:
-        rank.close()
         torch.save(found, folder / f"rank-{number}.pt")
         return
     found["logprobs_after"] = rank.logprobs(TEXTS)
@@ -145,9 +145,9 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
     found["again_report"], found["again_logprobs"] = learn()
     found["again_weights"] = weights()
     rank.export_model(str(folder / "model"))
-    rank.close()
     torch.save(found, folder / f"rank-{number}.pt")
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
+    os._exit(0)  # at once, as an actor ends: gloo's threads may abort a process that is being taken down
