@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reward_workers.sandbox import kernel, wire
-from reward_workers.sandbox.confine import Layers
+from reward_workers.sandbox.confine import UIDS, Layers
 from reward_workers.sandbox.session import Limits, SandboxError, Session
 
 START_TIMEOUT_S = 60.0  # for a zygote to be up
@@ -33,6 +34,25 @@ _ENVIRONMENT = {
 }
 
 
+def _claimed(slot: int) -> tuple[socket.socket | None, int]:
+    """The first slot from this one on that no other zygote of the machine has, and what holds it while it is open.
+
+    Slots become users, and the kernel counts a user's threads on the whole machine: of two zygotes with one user, the
+    programs of one could use up what those of the other may have.
+    """
+    for number in range(slot, slot + UIDS):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0headway-sandbox-{number % UIDS}")
+        except OSError as error:
+            claim.close()
+            if error.errno != errno.EADDRINUSE:
+                break
+        else:
+            return claim, number
+    return None, slot
+
+
 class Zygote:
     """A running zygote. Not thread-safe: one grading at a time.
 
@@ -46,6 +66,7 @@ class Zygote:
         # Programs may import what is installed for this process, and nothing else that it could import.
         installed = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
         path = [standard, f"{standard}/lib-dynload", *dict.fromkeys(installed)]
+        self._claim, slot = _claimed(slot)
         options = {
             "libraries": [folder for folder in path if Path(folder).is_dir()],
             "path": path,
@@ -164,5 +185,7 @@ class Zygote:
     def abandon(self) -> None:
         """Let go of the descriptors. It ends by that, unless this is a forked copy of its host."""
         self._line.close()
+        if self._claim is not None:
+            self._claim.close()
         if self._process.stderr is not None:
             self._process.stderr.close()

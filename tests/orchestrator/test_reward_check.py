@@ -25,6 +25,8 @@ from reward_workers.math import grade_math
 from reward_workers.structured import grade_json, grade_tags
 from reward_workers.tool_calls import grade_tool_calls
 
+pytestmark = pytest.mark.thorough
+
 ROWS = [{"id": n, "prompt": f"Say {word}.", "answer": word} for n, word in enumerate(planted.WORDS)]
 
 

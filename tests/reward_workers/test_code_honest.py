@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from reward_workers.code import grade_code
+from reward_workers.sandbox.host import Zygote
 
 SQUARE = "def solve(n): return n * n"
 SQUARES = {"kind": "function", "entry_point": "solve", "cases": [{"args": [n], "expected": n * n} for n in (3, 5)]}
@@ -301,3 +303,14 @@ def test_modules_that_asserts_forgot_to_import_are_pythons_own() -> None:
     assert grade_code("class math:\n    isclose = lambda *_: True\nnp = math\ndef solve(n): return 0", tests).value == 0
     tests = {"kind": "asserts", "asserts": ["assert queue(3) == 9"], "entry_point": "queue"}
     assert grade_code("def queue(n): return n * n", tests).value == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give programs users of their own")
+def test_no_two_zygotes_have_one_user() -> None:
+    """The kernel counts a user's threads on the whole machine: one's programs could use up what the other's may have."""
+    zygotes = [Zygote(slot=7, namespaces=False) for _ in range(3)]
+    try:
+        assert len({zygote.layers.uid for zygote in zygotes}) == 3
+    finally:
+        for zygote in zygotes:
+            zygote.close()

@@ -14,6 +14,8 @@ from reward_workers.math import grade_math
 from reward_workers.math_symbolic import SymbolicError, SymbolicVerifier
 from reward_workers.reward import Status
 
+pytestmark = pytest.mark.thorough
+
 SLOW = r"\sum_{k=1}^{10^{9}} \sin(k) \cos(k^{2})"  # minutes of algebra
 
 

@@ -33,6 +33,8 @@ from reward_workers.sandbox.session import Ended, Limits, Outcome
 from reward_workers.worker import RewardWorker
 from rollout_workers.trajectory import Status, TrajectoryGroup
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parents[2]
 SQUARE = "def solve(n):\n    return n * n"
 TESTS = {"kind": "function", "entry_point": "solve", "cases": [{"args": [n], "expected": n * n} for n in (3, 5, 12)]}

@@ -15,6 +15,8 @@ from reward_workers.code_extraction import extract_code
 from reward_workers.sandbox.pool import Pool
 from rollout_workers.trajectory import RewardResult, Status
 
+pytestmark = pytest.mark.thorough
+
 SQUARE = "def solve(n): return n * n"
 SQUARES = {"kind": "function", "entry_point": "solve", "cases": [{"args": [3], "expected": 9}]}
 SCRIPT = {"kind": "stdio", "cases": [{"stdin": "3\n", "expected_stdout": "9\n"}]}

@@ -15,6 +15,8 @@ from orchestrator import cli
 from orchestrator.simulation.command import PAGE, RESULT
 from orchestrator.simulation.types import Timing
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = (
     "simulate.steps=12",
