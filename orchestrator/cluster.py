@@ -140,7 +140,8 @@ class Cluster:
 
     async def _start_learner(self, learner: LearnerGroup) -> None:
         parameters = await learner.start()
-        estimate = learner_memory(ModelShape.of(self._prepared.model_path), self._prepared.config)
+        shape = await asyncio.to_thread(ModelShape.of, self._prepared.model_path)
+        estimate = learner_memory(shape, self._prepared.config)
         check_memory(estimate, learner.device_bytes, f"its {'GPU' if self.placement.device == 'gpu' else 'machine'}")
         logger.info(
             "learner: %d rank(s), %.1f M trainable parameters, at least %s", len(learner), parameters / 1e6, estimate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 
@@ -19,6 +20,7 @@ class ModelShape:
     linear: tuple[tuple[int, int], ...]
 
     @classmethod
+    @functools.cache  # a large model takes a while even without weights, and several ask
     def of(cls, model_path: str) -> ModelShape:
         """Read from the model's configuration; no weights are loaded."""
         import torch
