@@ -3,17 +3,18 @@
 Contract. Every selectable method (`__all__`) is called `method(rewards, groups, **data, **options)`:
 
 - `rewards` [N], one number per answer; NaN marks an unscored answer, which enters no mean and no deviation
-  and gets advantage 0. `groups` int64 [N] is the group number of each row: any numbers, any order, groups of
-  any size. Rows are matched by group number, never by position.
+  and gets advantage 0 (an infinite one is a ValueError). `groups` int64 [N] is the group number of each row:
+  any numbers, any order, groups of any size. Rows are matched by group number, never by position.
 - Data that a method needs besides these are keyword arguments without a default; `needs` names them. Options
   are keyword arguments with a default.
 - The result is [N] (one advantage per answer) for the methods in `GROUP_RELATIVE`, and [N, T] (one per token,
   0 outside the response mask) for `gae` and `reinforce_pp`.
 
-Statistics are always those of the whole global batch that is given. They are computed in float64 and returned
-in the dtype of `rewards`, so a group of equal rewards has advantages of exactly 0, as has a group with a
-single scored member. `std` is "sample" (divides by n - 1) or "population" (by n): code bases differ, so it
-is an option everywhere.
+Statistics are always those of the whole global batch that is given. They are computed in float64, without
+gradient, and returned in the dtype of `rewards` (float32 for shorter ones, float64 for integers). A group of
+equal rewards has advantages of exactly 0, as has a group with a single scored member; equal are also rewards
+that differ by the rounding of their sums, as 0.1 + 0.2 and 0.3 do. `std` is "sample" (divides by n - 1) or
+"population" (by n): code bases differ, so it is an option everywhere.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from learner.group_relative import GROUP_RELATIVE as GROUP_RELATIVE
+from learner.guards import require, require_same_shape, wide
 
 __all__ = [
     "dr_grpo",
@@ -41,6 +43,8 @@ __all__ = [
     "reinforce_pp_baseline",
     "rloo",
 ]
+
+ROUNDING = 8 * torch.finfo(torch.float64).eps  # of numbers added up in float64, as a share of their size
 
 
 @functools.cache
@@ -61,6 +65,17 @@ def _ddof(std: str) -> int:
     return choices[std]
 
 
+def _result_dtype(rewards: Tensor) -> torch.dtype:
+    if not rewards.is_floating_point():
+        return torch.float64
+    return torch.promote_types(rewards.dtype, torch.float32)
+
+
+def _refuse_infinite(rewards: Tensor) -> None:
+    if rewards.isinf().any():
+        raise ValueError("rewards must be finite, or NaN for an unscored answer, got an infinite one")
+
+
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Quotient, 0 where the denominator is not positive."""
     positive = denominator > 0
@@ -77,18 +92,21 @@ class _Batch:
             raise ValueError(
                 f"rewards and groups must both be [N], got {tuple(rewards.shape)} and {tuple(groups.shape)}"
             )
-        self.dtype = rewards.dtype
+        rewards = rewards.detach()
+        _refuse_infinite(rewards)
+        self.dtype = _result_dtype(rewards)
         self.scored = ~rewards.isnan()
         self.rewards = rewards.double().nan_to_num(nan=0.0)
         numbers, self._group = torch.unique(groups, return_inverse=True)
         self._group_count = len(numbers)
         self.size = self.total(torch.ones_like(self.rewards))
-        self.differ = self._extreme("amax") > self._extreme("amin")
+        highest, lowest = self._extreme("amax"), self._extreme("amin")
+        self.differ = highest - lowest > ROUNDING * torch.maximum(highest.abs(), lowest.abs())
 
     def total(self, values: Tensor) -> Tensor:
         """Sum of `values` over the scored members of each row's group."""
         sums = torch.zeros(self._group_count, dtype=torch.float64, device=values.device)
-        return sums.index_add(0, self._group, values * self.scored)[self._group]
+        return sums.index_add(0, self._group, torch.where(self.scored, values, 0.0))[self._group]
 
     def _extreme(self, reduction: str) -> Tensor:
         """Largest ("amax") or smallest ("amin") scored reward of each row's group."""
@@ -122,6 +140,7 @@ class _Batch:
 
 def grpo(rewards: Tensor, groups: Tensor, *, std: str = "sample", eps: float = 1e-6) -> Tensor:
     """A = (r - mean) / (std + eps), over the group. [N] -> [N]. GRPO, arXiv:2402.03300."""
+    require("eps", eps, at_least=0)
     batch = _Batch(rewards, groups)
     centred = batch.centred()
     return batch.result(_divide(centred, batch.group_std(centred, std) + eps))
@@ -139,6 +158,7 @@ def rloo(rewards: Tensor, groups: Tensor, *, normalise: bool = False, std: str =
     `normalise` divides by the standard deviation of the others, plus `eps`. Where the others are equal there
     is no scale to divide by: the advantage stays undivided instead of growing to 1 / eps.
     """
+    require("eps", eps, at_least=0)
     batch = _Batch(rewards, groups)
     centred = batch.centred()
     others = (batch.size - 1).clamp(min=1)
@@ -158,6 +178,7 @@ def lite_ppo(rewards: Tensor, groups: Tensor, *, std: str = "sample", eps: float
     """A = (r - group mean) / (std of the batch's raw rewards + eps). [N] -> [N]. Lite PPO,
     arXiv:2508.08221.
     """
+    require("eps", eps, at_least=0)
     batch = _Batch(rewards, groups)
     return batch.result(_divide(batch.centred(), batch.batch_std(batch.rewards, std) + eps))
 
@@ -168,6 +189,7 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Tensor, *, std: str = "sample
     Unlike `lite_ppo` the deviation is that of the centred rewards. ScaleRL (arXiv:2510.13786) calls this
     batch-level normalisation.
     """
+    require("eps", eps, at_least=0)
     batch = _Batch(rewards, groups)
     centred = batch.centred()
     return batch.result(_divide(centred, batch.batch_std(centred, std) + eps))
@@ -176,18 +198,25 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Tensor, *, std: str = "sample
 def maxrl(rewards: Tensor, groups: Tensor) -> Tensor:
     """A = (r - mean) / mean over the group, 0 where the mean is not positive. [N] -> [N]. arXiv:2602.02710.
 
-    Meant for rewards in {0, 1}: a prompt solved with probability p weighs about 1 / p.
+    Meant for rewards in {0, 1}: a prompt solved with probability p weighs about 1 / p. Of rewards of both signs
+    that add up to 0, the mean is 0 and not what rounding leaves of it.
     """
     batch = _Batch(rewards, groups)
-    return batch.result(_divide(batch.centred(), batch.total(batch.rewards) / batch.size.clamp(min=1)))
+    total = batch.total(batch.rewards)
+    total = torch.where(total > ROUNDING * batch.total(batch.rewards.abs()), total, 0.0)
+    return batch.result(_divide(batch.centred(), total / batch.size.clamp(min=1)))
 
 
 def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
-    """A = r - sum(length r) / sum(length), over the group. `lengths` [N] sampled tokens. arXiv:2505.23585."""
+    """A = r - sum(length r) / sum(length), over the group, 0 where nothing was sampled. `lengths` [N] sampled tokens.
+    arXiv:2505.23585.
+    """
+    require_same_shape(rewards=rewards, lengths=lengths)
     batch = _Batch(rewards, groups)
-    weight = lengths.double()
-    baseline = _divide(batch.total(weight * batch.rewards), batch.total(weight))
-    return batch.result(batch.minus(baseline))
+    weight = lengths.detach().double()
+    total = batch.total(weight)
+    baseline = _divide(batch.total(weight * batch.rewards), total)
+    return batch.result(torch.where(total > 0, batch.minus(baseline), 0.0))
 
 
 def gdpo(
@@ -206,6 +235,7 @@ def gdpo(
     says which rows are scored. S = sum_k w_k (r_k - mean_k) / (std_k + eps) in the group, A = S / (std(S)
     + eps) over the batch; the mean of S is 0 by construction. [N] -> [N].
     """
+    require("eps", eps, at_least=0)
     if component_rewards.shape != (len(rewards), len(component_weights)):
         raise ValueError(
             f"component_rewards must be [N={len(rewards)}, K={len(component_weights)}], "
@@ -238,13 +268,14 @@ def reinforce_pp(
     """
     returns = discounted_returns(rewards, response_mask, token_rewards=token_rewards, gamma=gamma)
     mask = response_mask.bool() & ~rewards.isnan()[:, None]
-    return whiten(returns, mask, std=std, eps=eps).to(rewards.dtype)
+    return whiten(returns, mask, std=std, eps=eps).to(_result_dtype(rewards))
 
 
 def discounted_returns(
     rewards: Tensor, response_mask: Tensor, *, token_rewards: Tensor | None = None, gamma: float = 1.0
 ) -> Tensor:
     """G_t = r_t + gamma G_{t+1}, float64 [N, T], 0 outside the mask and in unscored rows; rewards as in `reinforce_pp`."""
+    require("gamma", gamma, at_least=0, at_most=1)
     mask, per_token = _token_rewards(rewards, response_mask, token_rewards)
     if gamma == 1.0:  # of long answers the loop below is slow
         return torch.where(mask, per_token.flip(1).cumsum(1).flip(1), 0.0)
@@ -276,7 +307,7 @@ def gae(
     """
     mask, per_token = _token_rewards(rewards, response_mask, token_rewards)
     advantages, _ = gae_and_returns(per_token, values.double(), mask, gamma=gamma, lam=lam)
-    return (whiten(advantages, mask, std=std) if whitened else advantages).to(rewards.dtype)
+    return (whiten(advantages, mask, std=std) if whitened else advantages).to(_result_dtype(rewards))
 
 
 def gae_and_returns(
@@ -286,9 +317,13 @@ def gae_and_returns(
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t, with V = 0
     after the last sampled token. Tool, prompt and padding tokens are skipped: value and carry pass through
-    them, so the result is that of the sequence with those tokens cut out.
+    them, so the result is that of the sequence with those tokens cut out. Neither carries a gradient: the
+    returns are what the value model is to learn.
     """
-    mask = response_mask.bool()
+    require("gamma", gamma, at_least=0, at_most=1)
+    require("lam", lam, at_least=0, at_most=1)
+    require_same_shape(token_rewards=token_rewards, values=values, response_mask=response_mask)
+    mask, token_rewards, values = response_mask.bool(), wide(token_rewards.detach()), wide(values.detach())
     advantages = torch.zeros_like(values)
     next_value, carry = values.new_zeros(len(values)), values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
@@ -300,25 +335,34 @@ def gae_and_returns(
 
 
 def whiten(values: Tensor, mask: Tensor, *, std: str = "sample", eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the masked entries; 0 outside the mask. Same shape as `values`."""
-    kept = values[mask.bool()]
-    return whiten_by(values, mask, moments(kept), std=std, eps=eps)
+    """(x - mean) / sqrt(var + eps) over the masked entries; 0 outside the mask, and everywhere where there are too few
+    for a variance. Same shape as `values`.
+    """
+    mask = mask.bool()
+    return whiten_by(values, mask, *mean_and_variance([values[mask]], std=std), eps=eps)
 
 
-def moments(values: Tensor) -> Tensor:
-    """Count, sum and sum of squares, float64 [3]: those of parts of a batch add up to those of the batch."""
-    kept = values.double()
-    return torch.stack([torch.tensor(float(len(kept)), device=kept.device).double(), kept.sum(), kept.square().sum()])
+def whiten_by(values: Tensor, mask: Tensor, mean: float, variance: float, *, eps: float = 1e-8) -> Tensor:
+    """`whiten` by the `mean_and_variance` of a larger batch that `values` are a part of."""
+    require("eps", eps, at_least=0)
+    scale = math.sqrt(variance + eps)
+    whitened = (values.detach().double() - mean) / scale if scale > 0 else torch.zeros_like(values)
+    return torch.where(mask.bool(), whitened, 0.0).to(torch.promote_types(values.dtype, torch.float32))
 
 
-def whiten_by(values: Tensor, mask: Tensor, of_batch: Tensor, *, std: str = "sample", eps: float = 1e-8) -> Tensor:
-    """`whiten` by the `moments` of a larger batch that `values` are a part of."""
-    count, total, squares = of_batch.tolist()
-    if count <= _ddof(std):
-        return torch.zeros_like(values)
-    mean = total / count
-    variance = max(squares - count * mean * mean, 0.0) / (count - _ddof(std))
-    return torch.where(mask.bool(), (values - mean) / math.sqrt(variance + eps), 0.0)
+def mean_and_variance(
+    parts: Sequence[Tensor], *, std: str = "sample", total: Callable[[Tensor], Tensor] = lambda of_rank: of_rank
+) -> tuple[float, float]:
+    """Of all values in all parts, on all ranks over which `total` adds a tensor up. Infinite variance: too few values.
+
+    The mean is known before deviations are squared: of large returns that differ little, sums of squares hold nothing.
+    """
+    ddof = _ddof(std)
+    values = torch.cat([part.detach().double().flatten() for part in parts])
+    count, added = total(torch.stack([values.new_tensor(float(len(values))), values.sum()])).tolist()
+    mean = added / count if count else 0.0
+    squares = float(total((values - mean).square().sum()))
+    return mean, squares / (count - ddof) if count > ddof else math.inf
 
 
 def at_last_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
@@ -330,8 +374,14 @@ def at_last_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
 
 def _token_rewards(rewards: Tensor, response_mask: Tensor, token_rewards: Tensor | None) -> tuple[Tensor, Tensor]:
     """The mask without unscored rows, and float64 rewards per token, both [N, T]."""
+    if rewards.dim() != 1 or response_mask.dim() != 2 or len(response_mask) != len(rewards):
+        raise ValueError(
+            f"rewards must be [N] and response_mask [N, T], got {list(rewards.shape)} and {list(response_mask.shape)}"
+        )
+    _refuse_infinite(rewards)
     mask = response_mask.bool() & ~rewards.isnan()[:, None]
-    per_token = at_last_token(rewards.double(), mask)
+    per_token = at_last_token(rewards.detach().double(), mask)
     if token_rewards is not None:
-        per_token = per_token + torch.where(mask, token_rewards.double(), 0.0)
+        require_same_shape(token_rewards=token_rewards, response_mask=response_mask)
+        per_token = per_token + torch.where(mask, token_rewards.detach().double(), 0.0)
     return mask, per_token

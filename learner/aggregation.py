@@ -18,6 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from learner.guards import require
+
 __all__ = ["prompt_mean", "seq_mean_token_mean", "seq_sum_const", "token_mean"]
 
 
@@ -37,8 +39,8 @@ def row_weights(
         raise ValueError(f"{len(lengths)} lengths and {len(groups)} group numbers must be equally many")
     if (name == "seq_sum_const") != (max_tokens is not None):
         raise ValueError(f"max_tokens is {max_tokens} with {name}, it belongs to seq_sum_const and only there")
-    if max_tokens is not None and max_tokens <= 0:
-        raise ValueError(f"max_tokens must be positive, got {max_tokens}")
+    if max_tokens is not None:
+        require("max_tokens", max_tokens, above=0)
 
     if name == "token_mean":
         denominators = [sum(lengths)] * len(lengths)
@@ -77,8 +79,10 @@ def prompt_mean(response_mask: Tensor, groups: Tensor) -> Tensor:
 
 
 def _spread(name: str, response_mask: Tensor, groups: Tensor, max_tokens: int | None = None) -> Tensor:
-    """Row weights on the sampled tokens, in the dtype of a floating mask, else float64."""
+    """Row weights on the sampled tokens, in the dtype of a floating mask (at least float32), else float64."""
     mask = response_mask.bool()
     weights = row_weights(name, mask.sum(1).tolist(), groups.tolist(), max_tokens=max_tokens)
-    dtype = response_mask.dtype if response_mask.is_floating_point() else torch.float64
+    # A token of a million weighs 1e-6, of which float16 keeps one digit.
+    floating = response_mask.is_floating_point()
+    dtype = torch.promote_types(response_mask.dtype, torch.float32) if floating else torch.float64
     return torch.tensor(weights, dtype=dtype, device=mask.device)[:, None] * mask

@@ -3,10 +3,12 @@ against.
 
 Contract. Every selectable method (`__all__`) is called `method(old_logprobs, behaviour_logprobs,
 response_mask, **data, **options) -> weights`; all tensors are [B, T], one whole row an answer.
-`behaviour_logprobs` are the engine's, `old_logprobs` those of the proximal policy, which the loss takes its
-ratio against; rho = exp(old - behaviour), the difference (and its sum over a row) clamped to +-20 before exp.
-The weights carry no gradient, are 0 outside the mask, and multiply the token losses; a weight of 0 takes a
-token out of the numerator only, so the aggregation's weights stay those of the whole batch.
+`behaviour_logprobs` are the engine's, NaN where it gave none, `old_logprobs` those of the proximal policy,
+which the loss takes its ratio against; rho = exp(old - behaviour), the difference (and its sum over a row)
+clamped to +-20 before exp, and 1 where behaviour is NaN: what is not known is not corrected. The weights carry
+no gradient, are 0 outside the mask, and multiply the token losses; a weight of 0 takes a token out of the
+numerator only, so the aggregation's weights stay those of the whole batch. A cap or band must hold the ratio 1.
+Shorter numbers than float32 are computed and returned as float32.
 
 They belong to a loss whose ratio is current over old. A loss whose ratio is current over behaviour already
 has the correction in it: weighting it again would count the mismatch twice. Those in `MASKS` only drop
@@ -20,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from learner.guards import require, require_band, require_same_shape, wide
 from learner.losses import MAX_LOG_RATIO
 
 __all__ = [
@@ -47,6 +50,7 @@ def untruncated(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask:
 
 def token_tis(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor, *, cap: float = 2.0) -> Tensor:
     """w_t = min(rho_t, cap). Truncated importance sampling, Yao et al. 2025."""
+    require("cap", cap, at_least=1)
     return _token_ratio(old_logprobs, behaviour_logprobs, response_mask).clamp(max=cap)
 
 
@@ -59,6 +63,7 @@ def icepop(
     high: float = 5.0,
 ) -> Tensor:
     """w_t = rho_t if low <= rho_t <= high, else 0. IcePop, arXiv:2510.18855."""
+    require_band("low", low, "high", high)
     return _inside(_token_ratio(old_logprobs, behaviour_logprobs, response_mask), low, high)
 
 
@@ -81,6 +86,7 @@ def sequence_tis(
 
     The product drifts to 0 or to the cap as answers grow: see `geometric_mask` for long ones.
     """
+    require("cap", cap, at_least=1)
     return _on_tokens(sequence_ratio(old_logprobs, behaviour_logprobs, response_mask).clamp(max=cap), response_mask)
 
 
@@ -88,6 +94,7 @@ def sequence_mis(
     old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor, *, cap: float = 2.0
 ) -> Tensor:
     """w = product of the row's rho if at most cap, else 0. Seq-MIS, Liu et al. 2025."""
+    require("cap", cap, at_least=1)
     ratio = sequence_ratio(old_logprobs, behaviour_logprobs, response_mask)
     return _on_tokens(_inside(ratio, 0.0, cap), response_mask)
 
@@ -101,6 +108,7 @@ def sequence_mask(
     high: float = 2.0,
 ) -> Tensor:
     """w = product of the row's rho if low <= it <= high, else 0: `sequence_mis` bounded on both sides."""
+    require_band("low", low, "high", high)
     ratio = sequence_ratio(old_logprobs, behaviour_logprobs, response_mask)
     return _on_tokens(_inside(ratio, low, high), response_mask)
 
@@ -116,6 +124,7 @@ def geometric_mask(
     """w = 1 if low <= geometric mean of the row's rho <= high, else 0: a rejection that does not depend on
     length (1.1 a token is 2.6 after 10 tokens and 13780 after 100). Geo-RS, Liu et al. 2025.
     """
+    require_band("low", low, "high", high)
     ratio = geometric_ratio(old_logprobs, behaviour_logprobs, response_mask)
     return _on_tokens(((ratio >= low) & (ratio <= high)).to(ratio.dtype), response_mask)
 
@@ -124,6 +133,7 @@ def sequence_k3_mask(
     old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor, *, max_k3: float = 0.01
 ) -> Tensor:
     """w = 1 if the row's mean of rho - 1 - log rho is at most max_k3, else 0. arXiv:2512.23075."""
+    require("max_k3", max_k3, at_least=0)
     k3 = sequence_k3(old_logprobs, behaviour_logprobs, response_mask)
     return _on_tokens((k3 <= max_k3).to(k3.dtype), response_mask)
 
@@ -135,9 +145,9 @@ def probability_gap_mask(
 
     The mask of prime-rl's IPO loss, which uses the current policy for `old_logprobs`.
     """
-    mask = response_mask.bool()
-    gap = _masked(old_logprobs, mask).exp() - _masked(behaviour_logprobs, mask).exp()
-    return ((gap.abs() <= max_gap) & mask).to(gap.dtype)
+    require("max_gap", max_gap, at_least=0)
+    old, behaviour, mask = _inputs(old_logprobs, behaviour_logprobs, response_mask)
+    return (((old.exp() - behaviour.exp()).abs() <= max_gap) & mask).to(old.dtype)
 
 
 def negative_sequence_mask(
@@ -153,9 +163,10 @@ def negative_sequence_mask(
 
     `advantages` [B, T], one value per row (the mean of its tokens' is used). The paper gives no max_kl.
     """
-    mask = response_mask.bool()
-    kl = _row_mean(-_log_ratio(old_logprobs, behaviour_logprobs, mask), mask)
-    negative = _row_mean(_masked(advantages, mask), mask) < 0
+    require("max_kl", max_kl, at_least=0)
+    log_ratio, mask = _log_ratio(old_logprobs, behaviour_logprobs, response_mask)
+    kl = _row_mean(-log_ratio, mask)
+    negative = _row_mean(wide(advantages).detach().expand_as(mask).masked_fill(~mask, 0.0), mask) < 0
     return _on_tokens((~(negative & (kl > max_kl))).to(kl.dtype), response_mask)
 
 
@@ -164,26 +175,24 @@ def negative_sequence_mask(
 
 def sequence_ratio(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
     """Product of each row's rho, [B], within exp(+-20)."""
-    log_ratio = _log_ratio(old_logprobs, behaviour_logprobs, response_mask.bool()).sum(1)
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio, _ = _log_ratio(old_logprobs, behaviour_logprobs, response_mask)
+    return log_ratio.sum(1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def geometric_ratio(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
     """Geometric mean of each row's rho, [B]; 1 for an empty row."""
-    mask = response_mask.bool()
-    return _row_mean(_log_ratio(old_logprobs, behaviour_logprobs, mask), mask).exp()
+    return _row_mean(*_log_ratio(old_logprobs, behaviour_logprobs, response_mask)).exp()
 
 
 def sequence_k2(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
     """Each row's mean of (log rho)^2 / 2, [B]."""
-    mask = response_mask.bool()
-    return _row_mean(0.5 * _log_ratio(old_logprobs, behaviour_logprobs, mask).square(), mask)
+    log_ratio, mask = _log_ratio(old_logprobs, behaviour_logprobs, response_mask)
+    return _row_mean(0.5 * log_ratio.square(), mask)
 
 
 def sequence_k3(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
     """Each row's mean of rho - 1 - log rho, [B]: an estimate of KL(behaviour || old)."""
-    mask = response_mask.bool()
-    log_ratio = _log_ratio(old_logprobs, behaviour_logprobs, mask)
+    log_ratio, mask = _log_ratio(old_logprobs, behaviour_logprobs, response_mask)
     return _row_mean(log_ratio.expm1() - log_ratio, mask)
 
 
@@ -191,17 +200,21 @@ def sequence_k3(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask:
 
 
 def batch_normalised(weights: Tensor, response_mask: Tensor) -> Tensor:
-    """Weights divided by their mean over the masked tokens. [B, T] must be the whole global batch: the
-    mean of a micro-batch would make the gradient depend on the split.
+    """Weights divided by their mean over the masked tokens; 0 where all of them are. [B, T] must be the whole global
+    batch: the mean of a micro-batch would make the gradient depend on the split.
     """
     mask = response_mask.bool()
-    return weights * mask * mask.sum() / (weights * mask).sum()
+    kept = wide(weights).detach().masked_fill(~mask, 0.0)
+    total = kept.sum()
+    return kept * (mask.sum() / torch.where(total > 0, total, 1.0))
 
 
 def effective_sample_size(weights: Tensor, response_mask: Tensor) -> Tensor:
-    """(sum w)^2 / sum w^2 over the masked tokens, a scalar between 1 and their number."""
-    kept = weights[response_mask.bool()]
-    return kept.sum().square() / kept.square().sum()
+    """(sum w)^2 / sum w^2 over the masked tokens, a scalar between 1 and their number; 0 where no weight is above 0."""
+    kept = wide(weights).detach()[response_mask.bool()]
+    shares = kept / torch.where(kept.sum() > 0, kept.sum(), 1.0)  # no square of them overflows
+    squares = shares.square().sum()
+    return torch.where(squares > 0, 1 / torch.where(squares > 0, squares, 1.0), 0.0)
 
 
 # The proximal policy
@@ -228,22 +241,32 @@ def interpolate_loglinear(logprobs: Tensor, behaviour_logprobs: Tensor, share: T
 
 
 def interpolate_linear(logprobs: Tensor, behaviour_logprobs: Tensor, share: Tensor | float) -> Tensor:
-    """As `interpolate_loglinear`, between probabilities: log((1 - share) e^behaviour + share e^current)."""
-    return ((1 - share) * behaviour_logprobs.exp() + share * logprobs.exp()).log().detach()
+    """As `interpolate_loglinear`, between probabilities: log((1 - share) e^behaviour + share e^current).
+
+    Finite also where both probabilities are too small to be written down.
+    """
+    own, other = wide(logprobs).detach(), wide(behaviour_logprobs).detach()
+    share = torch.as_tensor(share, dtype=own.dtype, device=own.device)
+    return torch.logaddexp((1 - share).log() + other, share.log() + own)
 
 
-def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    return values.detach().masked_fill(~mask, 0.0)
+def _inputs(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The policies' logprobs, without gradient and 0 outside the bool mask, which comes third."""
+    require_same_shape(old_logprobs=old_logprobs, behaviour_logprobs=behaviour_logprobs, response_mask=response_mask)
+    mask = response_mask.bool()
+    old, behaviour = (wide(x).detach().masked_fill(~mask, 0.0) for x in (old_logprobs, behaviour_logprobs))
+    return old, torch.where(behaviour.isnan(), old, behaviour), mask
 
 
-def _log_ratio(old_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Tensor:
-    difference = _masked(old_logprobs, mask) - _masked(behaviour_logprobs, mask)
-    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def _log_ratio(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """log rho, 0 outside the mask, and the bool mask."""
+    old, behaviour, mask = _inputs(old_logprobs, behaviour_logprobs, response_mask)
+    return (old - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), mask
 
 
 def _token_ratio(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
-    mask = response_mask.bool()
-    return _log_ratio(old_logprobs, behaviour_logprobs, mask).exp() * mask
+    log_ratio, mask = _log_ratio(old_logprobs, behaviour_logprobs, response_mask)
+    return log_ratio.exp() * mask
 
 
 def _inside(ratio: Tensor, low: float, high: float) -> Tensor:

@@ -11,14 +11,19 @@ estimates KL(current || reference) in value, but as a term of a loss or of a rew
 | k2 = d^2 / 2 | biased | gradient of KL(current, reference): right | biased |
 | k3 = exp(-d) - 1 + d | unbiased, low noise | gradient of KL(reference, current): the forward one | biased |
 
-Masking is the caller's: use `torch.where`, since 0 * NaN of a padding token is NaN.
+Masking is the caller's, and before the call: a `torch.where` on what comes out hides the NaN of a padding token,
+and its gradient is still 0 * NaN = NaN. Only `logprobs` get a gradient. Shorter numbers than float32 are
+computed and returned as float32, in which exp(20) is finite.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from learner.guards import require, require_same_shape, wide
 from learner.losses import MAX_LOG_RATIO
 
 __all__ = ["k1", "k2", "k3", "k3_unbiased"]
@@ -26,21 +31,24 @@ __all__ = ["k1", "k2", "k3", "k3_unbiased"]
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """d. For the reward (see `reward_penalty`) and for monitoring: as a loss its expected gradient is 0."""
-    return logprobs - ref_logprobs
+    require_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return wide(logprobs) - wide(ref_logprobs).detach()
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """d^2 / 2. As a loss its gradient d is that of KL(current || reference), as k1's in the reward."""
-    return 0.5 * (logprobs - ref_logprobs).square()
+    return 0.5 * k1(logprobs, ref_logprobs).square()
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, *, cap: float = 10.0) -> Tensor:
     """exp(-d) - 1 + d, at most `cap`. As a loss its gradient is that of the forward KL(reference || current).
 
     d is clamped to +-20 before exp, so a capped token has gradient 0 and not 0 * infinity. The cap of 10 is
-    reached at d = -2.4; it bounds what one token can do to a step. http://joschu.net/blog/kl-approx.html
+    reached at d = -2.4 and at d = 11; it bounds what one token can do to a step.
+    http://joschu.net/blog/kl-approx.html
     """
-    d = (logprobs - ref_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    require("cap", cap, above=0)
+    d = k1(logprobs, ref_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (torch.expm1(-d) + d).clamp(max=cap)
 
 
@@ -50,7 +58,7 @@ def k3_unbiased(logprobs: Tensor, ref_logprobs: Tensor, *, old_logprobs: Tensor,
 
     As a loss over tokens drawn from the old policy its gradient is that of KL(current || reference).
     """
-    log_ratio = (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = k1(logprobs, old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.exp() * k3(logprobs, ref_logprobs, cap=cap)
 
 
@@ -59,6 +67,7 @@ def reward_penalty(logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
 
     The `token_rewards` of `learner.advantages.reinforce_pp` and `gae`. InstructGPT, arXiv:2203.02155.
     """
+    require("coefficient", coefficient, at_least=0)
     penalty = -coefficient * k1(logprobs, ref_logprobs).detach()
     return torch.where(response_mask.bool(), penalty, 0.0)
 
@@ -78,15 +87,21 @@ def categorical_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     With a teacher and a student: (teacher, student) is the forward, (student, teacher) the reverse KL. A
     log-probability of -inf in p adds nothing.
     """
-    p = log_p.exp()
-    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
+    possible = log_p.detach().exp() > 0
+    # Filled before the product: beyond the mask its gradient would be 0 * infinity.
+    log_p, log_q = log_p.masked_fill(~possible, 0.0), log_q.masked_fill(~possible, 0.0)
+    return torch.where(possible, log_p.exp() * (log_p - log_q), 0.0).sum(-1)
 
 
 def jensen_shannon(log_p: Tensor, log_q: Tensor, *, share: float = 0.5) -> Tensor:
     """share KL(p || m) + (1 - share) KL(q || m), m = share p + (1 - share) q. [..., V] -> [...]. GKD,
-    arXiv:2306.13649.
+    arXiv:2306.13649. ValueError unless 0 < share < 1: at either end it is 0, not one of the two divergences.
     """
-    log_m = (share * log_p.exp() + (1 - share) * log_q.exp()).log()
+    require("share", share, above=0, below=1)
+    possible = torch.maximum(log_p, log_q) > -torch.inf
+    log_m = torch.logaddexp(
+        (log_p + math.log(share)).masked_fill(~possible, 0.0), (log_q + math.log(1 - share)).masked_fill(~possible, 0.0)
+    )
     return share * categorical_kl(log_p, log_m) + (1 - share) * categorical_kl(log_q, log_m)
 
 
@@ -102,5 +117,6 @@ def distillation_advantages(
 
     No gradient: through the difference the teacher would vanish (k1 as a loss pulls nowhere).
     """
-    penalised = advantages - coefficient * k1(logprobs, teacher_logprobs).detach()
+    require("coefficient", coefficient, at_least=0)
+    penalised = wide(advantages).detach() - coefficient * k1(logprobs, teacher_logprobs).detach()
     return torch.where(response_mask.bool(), penalised, 0.0)

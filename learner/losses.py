@@ -3,9 +3,11 @@
 Contract. Every selectable method (`__all__`) is called `method(logprobs, old_logprobs, advantages,
 response_mask, **options) -> LossTerms`; all tensors are [B, T], one row an answer, whole (a sequence-level
 ratio needs all of a row's tokens in one call). `old_logprobs` are those of the policy the ratio is taken
-against. r = exp(logprobs - old_logprobs) throughout, the difference clamped to +-20 before exp: a value
-that overflows in exp has no usable gradient, whatever is done to it afterwards. What stands at masked
-positions (prompt, tool output, padding) is never read, be it NaN.
+against; one that is NaN, since the engine gave none, counts as the current one. r = exp(logprobs -
+old_logprobs) throughout, the difference clamped to +-20 before exp: a value that overflows in exp has no
+usable gradient, whatever is done to it afterwards. What stands at masked positions (prompt, tool output,
+padding) is never read, be it NaN. Only `logprobs` get a gradient; a ratio that lies on a bound is not
+clipped. Shorter numbers than float32 are computed and returned as float32.
 
 The loss is sum(weight * token_loss) with the weights of `learner.aggregation`. Losses in
 `FIXED_AGGREGATION` are defined with one aggregation only, those in `FIXED_PROXIMAL` with some old policies
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from learner.guards import LEAST_LOGPROB, require, require_band, require_same_shape, wide
 
 __all__ = [
     "cispo",
@@ -54,6 +58,9 @@ FIXED_PROXIMAL: Mapping[str, tuple[str, ...]] = {
     "reinforce": ("behaviour", "recompute"),
 }
 
+# Losses that put the whole row's loss on each token, gradients of all others included: no token of it can be left out.
+WHOLE_ROWS = frozenset({"gmpo", "gspo", "luspo"})
+
 MAX_LOG_RATIO = 20.0  # the one bound of all of the learner: beyond, exp has no usable gradient
 
 
@@ -81,15 +88,15 @@ def ppo_clip(
 
     `dual_clip` c bounds the loss of A < 0 by -c A (arXiv:1912.09729); ValueError unless c > 1.
     """
-    if dual_clip is not None and dual_clip <= 1:
-        raise ValueError(f"dual_clip must be > 1, got {dual_clip}: it bounds the ratio from above where A < 0")
-    mask, A = _mask_and_advantages(advantages, response_mask)
-    ratio = _log_ratio(logprobs, old_logprobs, mask).exp()
+    if dual_clip is not None:
+        require("dual_clip", dual_clip, above=1)  # it bounds the ratio from above where A < 0
+    new, old, A, _ = _inputs(logprobs, old_logprobs, advantages, response_mask)
+    ratio = _log_ratio(new, old).exp()
     bound, clipped = _clip(ratio, A, clip_low, clip_high)
     if dual_clip is not None:
         beyond = (A < 0) & (ratio > dual_clip)
         bound, clipped = bound.masked_fill(beyond, dual_clip), clipped | beyond
-    return LossTerms(_masked(-A * torch.where(clipped, bound, ratio), mask), clipped & mask)
+    return LossTerms(-A * torch.where(clipped, bound, ratio), clipped)
 
 
 def two_sided_clip(
@@ -107,7 +114,9 @@ def two_sided_clip(
     The same function as `ppo_clip` with `dual_clip=delta`: with A > 0 the ordinary clip binds first.
     ValueError unless delta > 1 + clip_high, where that would not hold.
     """
-    if delta <= 1 + clip_high:
+    require("clip_high", clip_high, at_least=0)
+    require("delta", delta)
+    if not delta > 1 + clip_high:
         raise ValueError(f"delta must be > 1 + clip_high = {1 + clip_high}, got {delta}")
     return ppo_clip(
         logprobs,
@@ -125,8 +134,8 @@ def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, respon
     batch, with a correction (e.g. `token_tis` of the current over the behaviour policy) where the data
     is older.
     """
-    mask, A = _mask_and_advantages(advantages, response_mask)
-    return LossTerms(_masked(-A * _masked(logprobs, mask), mask), torch.zeros_like(mask))
+    new, _, A, mask = _inputs(logprobs, old_logprobs, advantages, response_mask)
+    return LossTerms(-A * new, torch.zeros_like(mask))
 
 
 def cispo(
@@ -140,13 +149,15 @@ def cispo(
 ) -> LossTerms:
     """l = -sg(clip(r, ratio_min, ratio_max)) A logprob, sg = no gradient. MiniMax-M1, arXiv:2506.13585.
 
-    Every token keeps a gradient. The bounds are absolute: another code base's eps_high is ratio_max - 1. The
-    default cap is one that ScaleRL (arXiv:2510.13786) found as good as others between 4 and 8.
+    Every token keeps a gradient. The bounds are absolute: another code base's eps_high is ratio_max - 1;
+    ValueError unless ratio_min <= 1 <= ratio_max. The default cap is one that ScaleRL (arXiv:2510.13786) found
+    as good as others between 4 and 8.
     """
-    mask, A = _mask_and_advantages(advantages, response_mask)
-    ratio = _log_ratio(logprobs, old_logprobs, mask).exp().detach()
+    require_band("ratio_min", ratio_min, "ratio_max", ratio_max)
+    new, old, A, _ = _inputs(logprobs, old_logprobs, advantages, response_mask)
+    ratio = _log_ratio(new, old).exp().detach()
     weight = ratio.clamp(ratio_min, ratio_max)
-    return LossTerms(_masked(-weight * A * _masked(logprobs, mask), mask), (weight != ratio) & mask)
+    return LossTerms(-weight * A * new, weight != ratio)
 
 
 def sapo(
@@ -163,10 +174,12 @@ def sapo(
     A soft gate instead of a clip: the gradient at r = 1 is -A, and fades on both sides. Nothing is ever
     clipped.
     """
-    mask, A = _mask_and_advantages(advantages, response_mask)
-    ratio = _log_ratio(logprobs, old_logprobs, mask).exp()
+    require("tau_pos", tau_pos, above=0)
+    require("tau_neg", tau_neg, above=0)
+    new, old, A, mask = _inputs(logprobs, old_logprobs, advantages, response_mask)
+    ratio = _log_ratio(new, old).exp()
     tau = _by_sign(A > 0, A, tau_pos, tau_neg)
-    return LossTerms(_masked(-(4 / tau) * (tau * (ratio - 1)).sigmoid() * A, mask), torch.zeros_like(mask))
+    return LossTerms(-(4 / tau) * (tau * (ratio - 1)).sigmoid() * A, torch.zeros_like(mask))
 
 
 def gspo(
@@ -182,8 +195,8 @@ def gspo(
 
     Sequence level; aggregate with `seq_mean_token_mean`. GSPO, arXiv:2507.18071.
     """
-    mask, A = _mask_and_advantages(advantages, response_mask)
-    row_loss, clipped = _sequence_clip(_log_ratio(logprobs, old_logprobs, mask), A, mask, clip_low, clip_high)
+    new, old, A, mask = _inputs(logprobs, old_logprobs, advantages, response_mask)
+    row_loss, clipped = _sequence_clip(_log_ratio(new, old), A, mask, clip_low, clip_high)
     return LossTerms(row_loss[:, None] * mask, clipped[:, None] & mask, level="sequence")
 
 
@@ -199,8 +212,8 @@ def luspo(
     """`gspo` times the row's number of tokens. Sequence level; aggregate with `seq_mean_token_mean`, which
     gives the mean over rows of length * loss. LUSPO, arXiv:2602.05261.
     """
-    mask, A = _mask_and_advantages(advantages, response_mask)
-    row_loss, clipped = _sequence_clip(_log_ratio(logprobs, old_logprobs, mask), A, mask, clip_low, clip_high)
+    new, old, A, mask = _inputs(logprobs, old_logprobs, advantages, response_mask)
+    row_loss, clipped = _sequence_clip(_log_ratio(new, old), A, mask, clip_low, clip_high)
     return LossTerms((row_loss * mask.sum(1))[:, None] * mask, clipped[:, None] & mask, level="sequence")
 
 
@@ -218,13 +231,11 @@ def gspo_token(
     Equal to `gspo` in value and gradient for one advantage per row, and allows one per token. Aggregate with
     `seq_mean_token_mean`. arXiv:2507.18071, equations 13 and 14.
     """
-    mask, A = _mask_and_advantages(advantages, response_mask)
-    row_ratio = _row_mean(_log_ratio(logprobs, old_logprobs, mask), mask).exp().detach()
-    own = _masked(logprobs, mask)
-    ratio = row_ratio[:, None] * (own - own.detach()).exp()
+    new, old, A, mask = _inputs(logprobs, old_logprobs, advantages, response_mask)
+    row_ratio = _row_mean(_log_ratio(new, old), mask).exp().detach()
+    ratio = row_ratio[:, None] * (new - new.detach()).exp()
     bound, clipped = _clip(ratio, A, clip_low, clip_high)
-    token_loss = _masked(-A * torch.where(clipped, bound, ratio), mask)
-    return LossTerms(token_loss, clipped & mask, level="sequence")
+    return LossTerms(-A * torch.where(clipped, bound, ratio), clipped, level="sequence")
 
 
 def gmpo(
@@ -237,8 +248,9 @@ def gmpo(
 ) -> LossTerms:
     """l = -A exp(mean over the row's tokens of d'), d' = log r clipped at +log_clip where A > 0, at -log_clip
     where A < 0. Sequence level; aggregate with `seq_mean_token_mean`. GMPO, arXiv:2507.20673."""
-    mask, A = _mask_and_advantages(advantages, response_mask)
-    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    require("log_clip", log_clip, at_least=0)
+    new, old, A, mask = _inputs(logprobs, old_logprobs, advantages, response_mask)
+    log_ratio = _log_ratio(new, old)
     clipped = torch.where(A > 0, log_ratio > log_clip, log_ratio < -log_clip) & (A != 0)
     limited = torch.where(clipped, A.sign() * log_clip, log_ratio)
     row_loss = -_row_mean(A, mask) * _row_mean(limited, mask).exp()
@@ -258,14 +270,15 @@ def vespo(
 ) -> LossTerms:
     """l = -sg(W^k exp(lam (1 - W))) A logprob, W = product of the row's ratios; (k, lam) by the sign of A, 0
     counting as positive. Sequence-level weight; aggregate with `token_mean`. VESPO, arXiv:2602.10693."""
-    mask, A = _mask_and_advantages(advantages, response_mask)
-    log_weight = _log_ratio(logprobs, old_logprobs, mask).detach().sum(1, keepdim=True)
+    for name, value in (("k_pos", k_pos), ("lam_pos", lam_pos), ("k_neg", k_neg), ("lam_neg", lam_neg)):
+        require(name, value, at_least=0)
+    new, old, A, mask = _inputs(logprobs, old_logprobs, advantages, response_mask)
+    log_weight = _log_ratio(new, old).detach().sum(1, keepdim=True)
     log_weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     k = _by_sign(A >= 0, A, k_pos, k_neg)
     lam = _by_sign(A >= 0, A, lam_pos, lam_neg)
     phi = (k * log_weight + lam * (1 - log_weight.exp())).exp()
-    token_loss = _masked(-phi * A * _masked(logprobs, mask), mask)
-    return LossTerms(token_loss, torch.zeros_like(mask), level="sequence")
+    return LossTerms(-phi * A * new, torch.zeros_like(mask), level="sequence")
 
 
 def dppo_tv(
@@ -281,10 +294,11 @@ def dppo_tv(
     """l = -sg(min(r, ratio_max)) A logprob, without tokens whose probability already moved too far the way A
     pushes: p - q > threshold_high with A > 0, p - q < -threshold_low with A <= 0 (p = exp(logprob), q the old
     policy's). DPPO with the binary total variation, arXiv:2602.04879."""
-    mask, A = _mask_and_advantages(advantages, response_mask)
-    moved = (_masked(logprobs, mask).exp() - _masked(old_logprobs, mask).exp()).detach()
+    _check_thresholds(threshold_low, threshold_high)
+    new, old, A, _ = _inputs(logprobs, old_logprobs, advantages, response_mask)
+    moved = (new.exp() - old.exp()).detach()
     dropped = torch.where(A > 0, moved > threshold_high, moved < -threshold_low)
-    return _dppo(logprobs, old_logprobs, A, mask, dropped & mask, ratio_max)
+    return _dppo(new, old, A, dropped, ratio_max)
 
 
 def dppo_kl(
@@ -300,18 +314,21 @@ def dppo_kl(
     """`dppo_tv` with the KL divergence of the two-outcome distribution (this token, any other) as the
     measure of distance: q log(q / p) + (1 - q) log((1 - q) / (1 - p)). arXiv:2602.04879.
     """
-    mask, A = _mask_and_advantages(advantages, response_mask)
-    new, old = _masked(logprobs, mask).detach(), _masked(old_logprobs, mask)
-    divergence = binary_kl(new, old)
+    _check_thresholds(threshold_low, threshold_high)
+    new, old, A, _ = _inputs(logprobs, old_logprobs, advantages, response_mask)
+    divergence = binary_kl(new.detach(), old)
     threshold = _by_sign(A > 0, A, threshold_high, threshold_low)
     away = torch.where(A > 0, new > old, new < old)
-    return _dppo(logprobs, old_logprobs, A, mask, (divergence > threshold) & away & mask, ratio_max)
+    return _dppo(new, old, A, (divergence > threshold) & away, ratio_max)
 
 
 def binary_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """KL(old || new) of whether this very token is drawn. [B, T] -> [B, T], finite for probabilities of 1."""
-    p, q, tiny = logprobs.exp(), old_logprobs.exp(), 1e-8
-    return q * (old_logprobs - logprobs) + (1 - q) * ((1 - q + tiny) / (1 - p + tiny)).log()
+    """KL(old || new) of whether this very token is drawn. [B, T] -> [B, T], finite for probabilities of 1, and 0 log 0 = 0."""
+    new, old = wide(logprobs), wide(old_logprobs)
+    p, q, tiny = new.exp(), old.exp(), 1e-8
+    drawn = torch.where(q > 0, q * (old - new), 0.0)
+    not_p, not_q = (1 - p).clamp(min=0), (1 - q).clamp(min=0)  # a rounded logprob may be a little above 0
+    return drawn + not_q * ((not_q + tiny) / (not_p + tiny)).log()
 
 
 def value_clip(
@@ -320,28 +337,34 @@ def value_clip(
     """Loss of a value model: 0.5 max((v - R)^2, (clip(v, v_old +- clip) - R)^2), [B, T]. PPO,
     arXiv:1707.06347.
     """
-    mask = response_mask.bool()
-    values, old_values, returns = (_masked(x, mask) for x in (values, old_values, returns))
-    limited = torch.clamp(values.detach(), old_values - clip, old_values + clip)
-    error, limited_error = (values - returns).square(), (limited - returns).square()
+    require("clip", clip, at_least=0)
+    new, old, R, _ = _inputs(values, old_values, returns, response_mask)
+    limited = torch.clamp(new.detach(), old - clip, old + clip)
+    error, limited_error = (new - R).square(), (limited - R).square()
     clipped = limited_error > error.detach()
-    return LossTerms(_masked(0.5 * torch.where(clipped, limited_error, error), mask), clipped & mask)
+    return LossTerms(0.5 * torch.where(clipped, limited_error, error), clipped)
 
 
-def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    """0 outside the mask, also for NaN and infinity, in value and gradient."""
-    return values.masked_fill(~mask, 0.0)
-
-
-def _mask_and_advantages(advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+def _inputs(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of a loss, [B, T] and of one type, 0 outside the bool mask also for NaN and infinity, in value and in
+    gradient. Only the first has a gradient."""
+    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, response_mask=response_mask)
+    if advantages.dim() != 2 or advantages.shape not in (response_mask.shape, (len(response_mask), 1)):
+        raise ValueError(
+            f"advantages must be [B, T] or [B, 1] as response_mask {list(response_mask.shape)}, got {list(advantages.shape)}"
+        )
     mask = response_mask.bool()
-    return mask, _masked(advantages.detach(), mask)
+    # Of a token that can't be (-inf) the loss is finite and the gradient 0, as the clamp of the ratio has it.
+    new = wide(logprobs).masked_fill(~mask, 0.0).clamp(min=LEAST_LOGPROB)
+    old, A = (x.detach().to(new.dtype).masked_fill(~mask, 0.0) for x in (old_logprobs, advantages.expand_as(mask)))
+    return new, torch.where(old.isnan(), new.detach(), old), A, mask
 
 
-def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log r, 0 outside the mask. Where the clamp is active the gradient is 0."""
-    difference = _masked(logprobs, mask) - _masked(old_logprobs.detach(), mask)
-    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def _log_ratio(new: Tensor, old: Tensor) -> Tensor:
+    """log r. Where the clamp is active the gradient is 0."""
+    return (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _by_sign(condition: Tensor, like: Tensor, then: float, otherwise: float) -> Tensor:
@@ -351,6 +374,8 @@ def _by_sign(condition: Tensor, like: Tensor, then: float, otherwise: float) -> 
 
 def _clip(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """The pessimistic side of PPO's clip: the bound that applies, and where the ratio is beyond it."""
+    require("clip_low", clip_low, at_least=0, at_most=1)
+    require("clip_high", clip_high, at_least=0)
     positive = advantages > 0
     bound = _by_sign(positive, advantages, 1 + clip_high, 1 - clip_low)
     return bound, torch.where(positive, ratio > bound, ratio < bound) & (advantages != 0)
@@ -371,15 +396,13 @@ def _sequence_clip(
     return -A * torch.where(clipped, bound, ratio), clipped
 
 
-def _dppo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    dropped: Tensor,
-    ratio_max: float,
-) -> LossTerms:
-    weight = _log_ratio(logprobs, old_logprobs, mask).exp().detach().clamp(max=ratio_max)
-    token_loss = -weight * advantages * _masked(logprobs, mask)
+def _check_thresholds(threshold_low: float, threshold_high: float) -> None:
+    require("threshold_low", threshold_low, at_least=0)
+    require("threshold_high", threshold_high, at_least=0)
+
+
+def _dppo(new: Tensor, old: Tensor, advantages: Tensor, dropped: Tensor, ratio_max: float) -> LossTerms:
+    require("ratio_max", ratio_max, at_least=1)
+    weight = _log_ratio(new, old).exp().detach().clamp(max=ratio_max)
     dropped = dropped & (advantages != 0)
-    return LossTerms(token_loss.masked_fill(dropped | ~mask, 0.0), dropped)
+    return LossTerms((-weight * advantages * new).masked_fill(dropped, 0.0), dropped)

@@ -1,7 +1,7 @@
 """Tokens that are treated apart in an update because of how they stand among all of its tokens.
 
-Contract. Every selectable method (`__all__`) is called `method(tokens, total, **options) -> bool [N]` and marks some of
-the tokens of this rank; `EFFECT` says what becomes of marked ones. Where a token stands is decided over the whole update,
+Contract. Every selectable method (`__all__`) is called `method(tokens, total, **options) -> Marked`: some of the tokens of
+this rank, and what becomes of them. Where a token stands is decided over the whole update,
 on all micro-batches and ranks: `total` adds a tensor up over the ranks, so no cut of the batch changes what is marked. A
 token whose values are not finite is never marked.
 
@@ -12,19 +12,28 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from learner.entropy import FUZZ, covariance
+from learner.guards import require
+
 __all__ = ["clip_cov", "kl_cov", "top_entropy"]
 
 Total = Callable[[Tensor], Tensor]
 
-# drop: their loss is 0 (the normalisers stay). penalise: `coefficient` |log ratio| is added to it.
-EFFECT: Mapping[str, str] = {"top_entropy": "drop", "clip_cov": "drop", "kl_cov": "penalise"}
+
+@dataclass(frozen=True)
+class Marked:
+    """Tokens and what becomes of their policy loss: it is 0 where `penalty` is None (the normalisers stay), else `penalty`
+    |log ratio| is added to it."""
+
+    tokens: Tensor  # bool: [N] of one rank, or [R, L] of a micro-batch
+    penalty: float | None = None
 
 
 @dataclass(frozen=True)
@@ -40,45 +49,43 @@ class Tokens:
         return len(self.entropy)
 
 
-def top_entropy(tokens: Tokens, total: Total, *, fraction: float = 0.2) -> Tensor:
+def top_entropy(tokens: Tokens, total: Total, *, fraction: float = 0.2) -> Marked:
     """Marks all but the `fraction` of tokens with the highest entropy: only forks in the text are learned from. 80/20,
     arXiv:2506.01939. ValueError unless 0 < fraction <= 1.
     """
-    _require_share("fraction", fraction)
-    count = _count(tokens, total)
+    require("fraction", fraction, above=0, at_most=1)
+    count = int(total(tokens.entropy.isfinite().sum()))
     # As `learner.entropy.top_fraction_mask`: at or above the interpolated quantile.
-    keep = count - math.ceil((1 - fraction) * (count - 1) - 1e-9)
-    return tokens.entropy < largest(tokens.entropy, keep, total)
+    keep = count - math.ceil((1 - fraction) * (count - 1) - FUZZ)
+    return Marked((tokens.entropy < largest(tokens.entropy, keep, total)) & tokens.entropy.isfinite())
 
 
-def clip_cov(tokens: Tokens, total: Total, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
+def clip_cov(tokens: Tokens, total: Total, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Marked:
     """Marks a random `share` of all tokens, among those whose covariance lies between `low` and `high`. arXiv:2505.22617.
 
     ValueError unless 0 < share <= 1 and low < high.
     """
-    _require_share("share", share)
-    if low >= high:
+    require("share", share, above=0, at_most=1)
+    if not low < high:
         raise ValueError(f"low must be below high, got {low} and {high}")
-    covariance = _covariance(tokens, total)
-    candidates = (covariance > low) & (covariance < high)
+    found = _covariance(tokens, total)
+    candidates = (found > low) & (found < high)
     lowest_first = torch.where(candidates, -tokens.draws, -torch.inf)
-    found = int(total(candidates.sum()))
-    wanted = min(found, max(1, round(share * _count(tokens, total))))
+    wanted = min(int(total(candidates.sum())), max(1, round(share * _count(tokens, total))))
     if wanted == 0:
-        return candidates
-    return candidates & (lowest_first >= largest(lowest_first, wanted, total))
+        return Marked(candidates)
+    return Marked(candidates & (lowest_first >= largest(lowest_first, wanted, total)))
 
 
-def kl_cov(tokens: Tokens, total: Total, *, share: float = 2e-4, coefficient: float = 1.0) -> Tensor:
+def kl_cov(tokens: Tokens, total: Total, *, share: float = 2e-4, coefficient: float = 1.0) -> Marked:
     """Marks the `share` of tokens with the highest covariance, where that is positive; `coefficient` is the weight of their
     penalty. arXiv:2505.22617. ValueError unless 0 < share <= 1 and coefficient >= 0.
     """
-    _require_share("share", share)
-    if coefficient < 0:
-        raise ValueError(f"coefficient must not be negative, got {coefficient}")
-    covariance = _covariance(tokens, total)
-    highest = largest(covariance, max(1, round(share * _count(tokens, total))), total)
-    return (covariance >= highest) & (covariance > 0)
+    require("share", share, above=0, at_most=1)
+    require("coefficient", coefficient, at_least=0)
+    found = _covariance(tokens, total)
+    highest = largest(found, max(1, round(share * _count(tokens, total))), total)
+    return Marked((found >= highest) & (found > 0), penalty=coefficient)
 
 
 def largest(values: Tensor, place: int, total: Total) -> float:
@@ -114,21 +121,14 @@ def draws(identities: Sequence[tuple[str, int]], lengths: Sequence[int], step: i
 
 
 def _covariance(tokens: Tokens, total: Total) -> Tensor:
-    """(A - mean A)(logprob - mean logprob), means over all ranks' tokens; see `learner.entropy.covariance`."""
-    a, logprobs = tokens.advantages.double(), tokens.logprobs.double()
-    finite = a.isfinite() & logprobs.isfinite()
-    sums = total(torch.stack([finite.double().sum(), a[finite].sum(), logprobs[finite].sum()]))
-    mean_a, mean_logprob = (sums[1:] / sums[0].clamp(min=1)).tolist()
-    return torch.where(finite, (a - mean_a) * (logprobs - mean_logprob), -torch.inf).float()
+    """float32 [N] of all ranks' finite tokens, -inf for the others."""
+    finite = tokens.advantages.isfinite() & tokens.logprobs.isfinite()
+    found = covariance(tokens.logprobs.double(), tokens.advantages, finite, total=total)
+    return torch.where(finite, found, -torch.inf).float()
 
 
 def _count(tokens: Tokens, total: Total) -> int:
     return int(total(torch.tensor(len(tokens), device=tokens.entropy.device)))
-
-
-def _require_share(name: str, value: float) -> None:
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
 
 
 def _ordered(value: np.float32) -> int:

@@ -1,14 +1,17 @@
 """From configured names to the functions that make up an objective, and from a batch's rewards to its advantages.
 
 An algorithm is advantage estimator x policy loss x aggregation x correction x KL term. Each name is a function of the
-learner's module for its kind, or a dotted path to a user's. `check_algorithm` resolves and calls all of them once on a
-single token, so a wrong name, option or pair is refused before anything starts.
+learner's module for its kind, or a dotted path to a user's. `check_algorithm` resolves all of them and tries them out on made-up
+tokens (`orchestrator.trial`), so a wrong name, option, pair or result is refused before anything starts.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 
 from learner import advantages, aggregation, corrections, kl, losses, selection
 from learner.objective import CORRECTION_DATA, KL_DATA, Objective, TokenReturns
+from orchestrator import trial
 from orchestrator.config import AlgorithmConfig, ConfigError
 from reward_workers.reward import load_function
 
@@ -29,10 +33,24 @@ def _resolve(key: str, name: str, module: ModuleType) -> Callable[..., Any]:
         return getattr(module, name)
     if "." in name or ":" in name:
         try:
-            return load_function(name)
+            function = load_function(name)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"{key}={name}: {error}") from error
+            raise ConfigError(f"{key}={name}: {str(error).removeprefix('reward ')}") from error
+        _let_travel(function)
+        return function
     raise ConfigError(f"{key}={name}: expected one of {', '.join(selectable)}, or a dotted path to a function")
+
+
+def _let_travel(function: Callable[..., Any]) -> None:
+    """Learner ranks are other processes: a user's file is no module there, and his modules need not be on their path."""
+    module = inspect.getmodule(function)
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or module.__name__.startswith("learner."):
+        return
+    if not Path(file).is_relative_to(sysconfig.get_path("purelib")):
+        from ray import cloudpickle
+
+        cloudpickle.register_pickle_by_value(module)
 
 
 def objective(config: AlgorithmConfig) -> Objective:
@@ -74,7 +92,6 @@ def _returns(config: AlgorithmConfig) -> TokenReturns | None:
 
 
 def _selection(config: AlgorithmConfig) -> Callable[..., Any] | None:
-    """Not a dotted path: what becomes of the tokens is said in `learner.selection.EFFECT`."""
     if config.selection is None:
         if config.selection_options:
             raise ConfigError(
@@ -84,6 +101,12 @@ def _selection(config: AlgorithmConfig) -> Callable[..., Any] | None:
         return None
     if config.selection not in selection.__all__:
         raise ConfigError(f"algorithm.selection={config.selection}: expected one of {', '.join(selection.__all__)}")
+    if config.loss in losses.WHOLE_ROWS and config.selection != selection.kl_cov.__name__:
+        raise ConfigError(
+            f"algorithm.selection={config.selection} leaves tokens out, and algorithm.loss={config.loss} is one loss for the whole "
+            "answer, in which each token's gradient stays whatever is left out; expected a loss of tokens, such as ppo_clip or "
+            "gspo_token, or no selection"
+        )
     return getattr(selection, config.selection)
 
 
@@ -113,9 +136,9 @@ def compute_advantages(
     if "component_weights" in wanted:
         assert weights is not None
         data["component_weights"] = torch.tensor(list(weights.values()), dtype=torch.float64)
-    values = estimator(
-        torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **data, **config.advantage_options
-    )
+    of = torch.tensor(rewards, dtype=torch.float64)
+    values = estimator(of, torch.tensor(groups, dtype=torch.int64), **data, **config.advantage_options)
+    trial.check_numbers(f"algorithm.advantage={config.advantage}", values, of)
     return values.tolist()
 
 
@@ -125,8 +148,18 @@ def wants_components(config: AlgorithmConfig) -> bool:
 
 
 def token_weights(config: AlgorithmConfig, lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
-    """The weight of each sampled token of every answer in one optimizer update; see learner.aggregation."""
-    return aggregation.row_weights(config.aggregation, lengths, groups, **config.aggregation_options)
+    """The weight of each sampled token of every answer in one optimizer update; see learner.aggregation.
+
+    A user's own aggregation is called with lengths and group numbers, int64 [N] each, and returns the weights [N].
+    """
+    if config.aggregation in aggregation.__all__:
+        return aggregation.row_weights(config.aggregation, lengths, groups, **config.aggregation_options)
+    key = f"algorithm.aggregation={config.aggregation}"
+    of = torch.tensor(lengths, dtype=torch.int64)
+    own = _resolve("algorithm.aggregation", config.aggregation, aggregation)
+    weights = trial.call(key, own, config.aggregation_options, of, torch.tensor(groups, dtype=torch.int64))
+    trial.check_numbers(key, weights, of)
+    return weights.tolist()
 
 
 def check_algorithm(config: AlgorithmConfig, answers_per_group: int) -> None:
@@ -144,25 +177,26 @@ def check_algorithm(config: AlgorithmConfig, answers_per_group: int) -> None:
             f"got {config.aggregation}"
         )
     _check_proximal(config)
+    _check_targets(config)
     composed = objective(config)
-    one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    _try("algorithm.loss_options", config.loss_options, composed.loss, one, one, one, mask)
+    trial.try_loss(f"algorithm.loss={config.loss}", composed.loss, config.loss_options)
     if composed.correction is not None:
-        options = config.correction_options
-        data = _data(f"algorithm.correction={config.correction}", composed.correction, CORRECTION_DATA, options)
-        _try("algorithm.correction_options", {**data, **options}, composed.correction, one, one, mask)
+        key, options = f"algorithm.correction={config.correction}", config.correction_options
+        supplied = dict.fromkeys(CORRECTION_DATA, trial.ADVANTAGES)
+        trial.try_weights(key, composed.correction, options, _data(key, composed.correction, supplied, options))
     elif config.correction_options:
         raise ConfigError(
             f"algorithm.correction_options={config.correction_options} without algorithm.correction: name one of "
             f"{', '.join(corrections.__all__)}"
         )
+    estimate = _resolve(
+        "algorithm.kl_estimator", config.kl_estimator, kl
+    )  # a wrong name also where nothing asks for it yet
     if composed.kl is not None:
-        data = _data(f"algorithm.kl_estimator={config.kl_estimator}", composed.kl, KL_DATA, {})
-        _try("algorithm.kl_estimator", data, composed.kl, one, one)
+        key, supplied = f"algorithm.kl_estimator={config.kl_estimator}", dict.fromkeys(KL_DATA, trial.LOGPROBS)
+        trial.try_kl(key, estimate, _data(key, estimate, supplied, {}))
     if composed.selection is not None:
-        tokens = selection.Tokens(*torch.zeros(4, 1))
-        _try("algorithm.selection_options", config.selection_options, composed.selection, tokens, lambda total: total)
-    groups = torch.zeros(answers_per_group, dtype=torch.int64)
+        trial.try_selection(f"algorithm.selection={config.selection}", composed.selection, config.selection_options)
     stand_ins = {
         "lengths": torch.ones(answers_per_group),
         "component_rewards": torch.zeros(answers_per_group, 1),
@@ -171,16 +205,43 @@ def check_algorithm(config: AlgorithmConfig, answers_per_group: int) -> None:
     if per_token(config):
         stand_ins["response_mask"] = torch.ones(answers_per_group, 1)
     data = {name: stand_ins[name] for name in advantages.needs(estimator) & stand_ins.keys()}
-    rewards = torch.arange(answers_per_group, dtype=torch.float64)
-    _try("algorithm.advantage_options", {**data, **config.advantage_options}, estimator, rewards, groups)
-    _try(
-        "algorithm.aggregation_options",
-        config.aggregation_options,
-        aggregation.row_weights,
-        config.aggregation,
-        [1],
-        [0],
-    )
+    key = f"algorithm.advantage={config.advantage}"
+    trial.try_advantage(key, estimator, config.advantage_options, data, answers_per_group)
+    _check_aggregation(config)
+
+
+def _check_aggregation(config: AlgorithmConfig) -> None:
+    try:
+        weights = token_weights(config, [3, 1, 2], [0, 0, 1])
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"algorithm.aggregation_options: {error}") from error
+    if not all(weight >= 0 for weight in weights) or not any(weights):
+        raise ConfigError(
+            f"algorithm.aggregation={config.aggregation} weighs the tokens of three answers {weights}, expected weights of at "
+            "least 0 that are not all 0"
+        )
+
+
+def _check_targets(config: AlgorithmConfig) -> None:
+    """A coefficient can be steered only where it has an effect."""
+    target = f"algorithm.kl_target={config.kl_target}"
+    if config.kl_target is not None and not config.kl_coefficient > 0:
+        raise ConfigError(
+            f"{target} multiplies algorithm.kl_coefficient={config.kl_coefficient}: expected a coefficient above 0 to start with"
+        )
+    if config.kl_target is not None and config.kl_placement == "loss" and config.kl_estimator == kl.k1.__name__:
+        raise ConfigError(
+            f"{target} with algorithm.kl_estimator=k1: as a loss its expected gradient is 0, so no coefficient reaches the target; "
+            "expected algorithm.kl_estimator=k2, k3 or k3_unbiased, or algorithm.kl_placement=reward"
+        )
+    most = config.entropy_coefficient_max
+    if config.entropy_target is not None and not 0 <= config.entropy_coefficient <= most:
+        raise ConfigError(
+            f"algorithm.entropy_target={config.entropy_target} with algorithm.entropy_coefficient={config.entropy_coefficient}: "
+            f"expected a coefficient from 0 to algorithm.entropy_coefficient_max={most} to start with"
+        )
 
 
 def _check_proximal(config: AlgorithmConfig) -> None:
@@ -204,17 +265,10 @@ def _check_proximal(config: AlgorithmConfig) -> None:
 
 
 def _data(
-    key: str, function: Callable[..., Any], supplied: frozenset[str], options: Mapping[str, Any]
+    key: str, function: Callable[..., Any], supplied: Mapping[str, torch.Tensor], options: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Stand-ins for the data that the learner supplies by name. Raises ConfigError for what it does not have."""
+    """Of the data that the learner supplies, what the function asks for. Raises ConfigError for what there is not."""
     wanted = advantages.needs(function) - options.keys()
-    if missing := wanted - supplied:
+    if missing := wanted - supplied.keys():
         raise ConfigError(f"{key} needs {', '.join(sorted(missing))}, which this trainer does not have")
-    return dict.fromkeys(wanted, torch.zeros(1, 1))
-
-
-def _try(key: str, options: Mapping[str, Any], function: Callable[..., Any], *arguments: Any) -> None:
-    try:
-        function(*arguments, **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: {error}") from error
+    return {name: supplied[name] for name in wanted}

@@ -150,6 +150,12 @@ def test_the_kl_controller_moves_towards_its_target(kl_value: float, expected: f
     assert kl.adaptive_coefficient(1.0, kl_value, target=1.0, samples=10, horizon=10) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("before", "value", "after"), [(0.5, 0.2, 0.6), (0.5, 0.3, 0.4), (0.05, 0.3, 0.0), (1, 0, 1)])
+def test_the_entropy_controller_stays_in_its_bounds(before: float, value: float, after: float) -> None:
+    found = entropy.adaptive_coefficient(before, value, target=0.2, step=0.1, maximum=1.0)
+    assert found == pytest.approx(after)
+
+
 def test_divergences_allow_impossible_tokens() -> None:
     p = torch.tensor([1.0, 0.0]).log()
     q = torch.tensor([0.5, 0.5]).log()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner import advantages, aggregation, corrections, entropy, kl, losses, mismatch, preference
+from learner import advantages, aggregation, corrections, entropy, kl, losses, mismatch, preference, selection
 from learner.tally import Tally
 from orchestrator import estimates
 from orchestrator.staleness import StalenessPolicy
@@ -589,6 +589,11 @@ def _(case: Case) -> None:
     values = case.tensor("entropy")
     keep = entropy.top_fraction_mask(values, torch.ones_like(values), fraction=case.inputs["top_fraction"])
     case.check("keep", keep)
+    # The same as the ranks find it, of all their tokens.
+    zeros = torch.zeros(values.numel())
+    of_rank = selection.Tokens(values.flatten().float(), zeros, zeros, zeros)
+    marked = selection.top_entropy(of_rank, lambda own: own, fraction=case.inputs["top_fraction"])
+    case.check("keep", ~marked.tokens.view_as(values))
     case.check(
         "threshold",
         entropy.top_fraction_threshold(values, torch.ones_like(values), fraction=case.inputs["top_fraction"]),
@@ -607,7 +612,7 @@ def _(case: Case) -> None:
     coefficient, seen = case.inputs["coef"], []
     for value in case.inputs["H_sequence"]:
         coefficient = entropy.adaptive_coefficient(
-            coefficient, value, target=case.inputs["target"], step=case.inputs["delta"]
+            coefficient, value, target=case.inputs["target"], step=case.inputs["delta"], maximum=1.0
         )
         seen.append(coefficient)
     case.check("coef", torch.tensor(seen, dtype=case.dtype))

@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_data import batch_of, plans_of
+from thread_ranks import Ranks
 
 from learner import entropy, losses
-from learner.batch import build_tensors
 from learner.objective import Objective, micro_batch_loss
-from learner.selection import Tokens, clip_cov, draws, kl_cov, largest, top_entropy
+from learner.selection import Marked, Tokens, clip_cov, draws, kl_cov, largest, top_entropy
+from learner.tensors import build_tensors
 
 
 def alone(values: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(values)
-
-
-class Ranks:
-    """As many threads, which add up in lockstep."""
-
-    def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count, timeout=30)
-        self._given: dict[int, torch.Tensor] = {}
-        self._count = count
-
-    def run(self, work: Callable[[int, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]) -> list[torch.Tensor]:
-        with ThreadPoolExecutor(self._count) as pool:
-            jobs = [
-                pool.submit(work, rank, lambda values, rank=rank: self._total(rank, values))
-                for rank in range(self._count)
-            ]
-            return [job.result(timeout=30) for job in jobs]
-
-    def _total(self, rank: int, values: torch.Tensor) -> torch.Tensor:
-        self._given[rank] = torch.as_tensor(values)
-        self._barrier.wait()
-        total = torch.stack([self._given[r] for r in range(self._count)]).sum(0)
-        self._barrier.wait()
-        return total
 
 
 def tokens(count: int, seed: int, *, coarse: bool = False) -> Tokens:
@@ -59,9 +34,9 @@ def part(of: Tokens, where: torch.Tensor) -> Tokens:
 
 
 METHODS = {
-    "top_entropy": lambda t, total: top_entropy(t, total, fraction=0.3),
-    "clip_cov": lambda t, total: clip_cov(t, total, share=0.1, low=0.2, high=3.0),
-    "kl_cov": lambda t, total: kl_cov(t, total, share=0.1),
+    "top_entropy": lambda t, total: top_entropy(t, total, fraction=0.3).tokens,
+    "clip_cov": lambda t, total: clip_cov(t, total, share=0.1, low=0.2, high=3.0).tokens,
+    "kl_cov": lambda t, total: kl_cov(t, total, share=0.1).tokens,
 }
 
 
@@ -94,24 +69,26 @@ def test_the_largest_is_found_exactly(values: list[float], place: int) -> None:
 def test_top_entropy_leaves_the_mask_of_the_formula(count: int, seed: int, fraction: float) -> None:
     of = tokens(count, seed)
     kept = entropy.top_fraction_mask(of.entropy, torch.ones(count), fraction=fraction)
-    assert torch.equal(~top_entropy(of, alone, fraction=fraction), kept)
+    assert torch.equal(~top_entropy(of, alone, fraction=fraction).tokens, kept)
 
 
 def test_kl_cov_marks_the_highest_covariances() -> None:
     of = tokens(1000, 3)
     covariance = entropy.covariance(of.logprobs[None], of.advantages[None], torch.ones(1, 1000))[0]
-    assert set(kl_cov(of, alone, share=0.01).nonzero()[:, 0].tolist()) == set(covariance.topk(10).indices.tolist())
+    assert set(kl_cov(of, alone, share=0.01).tokens.nonzero()[:, 0].tolist()) == set(
+        covariance.topk(10).indices.tolist()
+    )
 
 
 def test_clip_cov_marks_at_random_and_only_between_its_bounds() -> None:
     of = tokens(1000, 4)
     covariance = entropy.covariance(of.logprobs[None], of.advantages[None], torch.ones(1, 1000))[0]
-    marked = clip_cov(of, alone, share=0.02, low=0.5, high=2.0)
+    marked = clip_cov(of, alone, share=0.02, low=0.5, high=2.0).tokens
     assert marked.sum() == 20
     assert ((covariance > 0.5) & (covariance < 2.0))[marked].all()
     highest = set(covariance.masked_fill(covariance >= 2.0, -9).topk(20).indices.tolist())
     assert set(marked.nonzero()[:, 0].tolist()) != highest
-    assert not clip_cov(of, alone, low=1000.0, high=2000.0).any()
+    assert not clip_cov(of, alone, low=1000.0, high=2000.0).tokens.any()
 
 
 def test_draws_belong_to_the_answer_and_the_step() -> None:
@@ -130,9 +107,15 @@ def test_draws_belong_to_the_answer_and_the_step() -> None:
         (kl_cov, {"coefficient": -1.0}, "coefficient"),
     ],
 )
-def test_bad_options_are_refused(method: Callable[..., torch.Tensor], options: dict[str, float], problem: str) -> None:
+def test_bad_options_are_refused(method: Callable[..., Marked], options: dict[str, float], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         method(tokens(3, 0), alone, **options)
+
+
+def test_only_kl_cov_penalises_what_it_marks() -> None:
+    of = tokens(100, 5)
+    assert kl_cov(of, alone, coefficient=0.3).penalty == 0.3
+    assert (top_entropy(of, alone).penalty, clip_cov(of, alone).penalty) == (None, None)
 
 
 def test_what_becomes_of_marked_tokens() -> None:
@@ -143,16 +126,21 @@ def test_what_becomes_of_marked_tokens() -> None:
     selected = torch.zeros_like(batch.response_mask)
     selected[0, 0] = True
 
-    def loss(**parts: object) -> float:
-        objective = Objective(losses.reinforce, **parts)  # type: ignore[arg-type]
-        marked = {"selected": selected} if parts else {}
+    def loss(**penalty: float | None) -> float:
+        marked = Marked(selected, **penalty) if penalty else None
         return micro_batch_loss(
-            objective, batch, logprobs, torch.zeros_like(logprobs), version=3, max_staleness=2, **marked
+            Objective(losses.reinforce),
+            batch,
+            logprobs,
+            torch.zeros_like(logprobs),
+            version=3,
+            max_staleness=2,
+            selected=marked,
         )[0].item()
 
     weight = batch.token_weights[0, 0].item()
     own = -weight * (batch.advantages[0, 0] * logprobs[0, 0]).item()
-    assert loss(selection=top_entropy) == pytest.approx(loss() - own, abs=1e-6)
+    assert loss(penalty=None) == pytest.approx(loss() - own, abs=1e-6)
     reported = bool(batch.behaviour_logprobs[0, 0].isfinite())
     penalty = weight * 3.0 * (0.1 if reported else 0.0)
-    assert loss(selection=kl_cov, selection_options={"coefficient": 3.0}) == pytest.approx(loss() + penalty, abs=1e-6)
+    assert loss(penalty=3.0) == pytest.approx(loss() + penalty, abs=1e-6)

@@ -139,7 +139,7 @@ def test_functions_of_the_users_own() -> None:
     config = AlgorithmConfig(advantage=f"{__name__}.own_advantage", advantage_options={"scale": 2.0})
     check_algorithm(config, 4)
     assert compute_advantages(config, [1.0, 0.0], [0, 0], [1, 1]) == [2.0, 0.0]
-    with pytest.raises(ConfigError, match=r"algorithm\.loss_options: own loss was called"):
+    with pytest.raises(ConfigError, match=r"algorithm\.loss=.*own_loss: own loss was called"):
         check_algorithm(AlgorithmConfig(loss=f"{__name__}.own_loss"), 4)
     with pytest.raises(ConfigError, match="needs values"):
         check_algorithm(AlgorithmConfig(advantage=f"{__name__}.needs_values"), 4)
