@@ -3,6 +3,9 @@
 The logprob of a token is that of the distribution it was sampled from: logits divided by the sampling temperature, then
 log-softmax in float32. Where there is more than one chunk, each is recomputed in the backward pass, so at most
 `chunk_tokens` rows of vocabulary logits exist at a time.
+
+Liger's fused kernels (Triton) don't fit: they take the head's weight outside its module, where ZeRO-3 holds none, and give a
+token's logprob without the entropy of its distribution.
 """
 
 from __future__ import annotations
@@ -62,6 +65,21 @@ def chunks_of(count: int, chunk_tokens: int) -> int:
     return max(1, math.ceil(count / chunk_tokens))
 
 
+def use_float32(head: torch.nn.Linear) -> None:
+    """Let the head compute logits in float32, from float32 copies of hidden states and weight.
+
+    A bfloat16 head rounds every logit to 8 bits, differently in engine and learner; MiniMax-M1, arXiv:2506.13585, found that to
+    be the larger part of their mismatch. The copies are made inside the module's call, where ZeRO-3 has the weight; its
+    gradient is rounded once, to the weight's own type.
+    """
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
+
+    head.forward = forward  # type: ignore[method-assign, assignment]
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Logprob and entropy of one token per row of logits, block by block.
 
@@ -89,7 +107,10 @@ class _TokenLogprobs(torch.autograd.Function):
             total = exponentials.sum(-1)
             log_total = total.log()
             logprobs[rows] = shifted.gather(-1, targets[rows, None])[:, 0] - log_total
-            entropy[rows] = log_total - torch.linalg.vecdot(exponentials, shifted) / total
+            mean = torch.linalg.vecdot(exponentials, shifted)
+            if mean.isnan().any():  # 0 * -inf of tokens that can't be, such as the padding of a vocabulary
+                mean = torch.linalg.vecdot(exponentials, shifted.clamp(min=-1e30))
+            entropy[rows] = log_total - mean / total
             softmax[rows] = exponentials.div_(total[:, None])
         ctx.save_for_backward(softmax, targets)
         ctx.temperature = temperature

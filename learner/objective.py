@@ -15,21 +15,27 @@ optimised, and proximal is the denominator of the policy ratio:
 With the last two the correction is the importance weight of proximal over behaviour.
 
 A selection (`learner.selection`) treats some tokens apart: their policy loss is dropped, or a penalty is added to it.
+
+What stands outside the response mask is never read, be it NaN, and gets no gradient; nor do other policies than the current.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from learner import mismatch, selection
+from learner import mismatch
 from learner.advantages import needs
-from learner.batch import MicroBatchTensors
+from learner.batch import Coefficients
 from learner.corrections import interpolate_loglinear, proximal_share
+from learner.guards import LEAST_LOGPROB
+from learner.selection import Marked
 from learner.tally import Tally
+from learner.tensors import MicroBatchTensors
 
 PROXIMAL = ("behaviour", "recompute", "interpolate")
 # What corrections and KL estimators can ask for by the name of a keyword-only argument.
@@ -65,7 +71,7 @@ class Objective:
     kl: Callable[..., torch.Tensor] | None = None
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
-    selection: Callable[..., torch.Tensor] | None = None
+    selection: Callable[..., Marked] | None = None
     selection_options: Mapping[str, Any] = field(default_factory=dict)
     returns: TokenReturns | None = None  # then a row's `advantage` is its answer's reward
 
@@ -73,6 +79,17 @@ class Objective:
     def needs_reference(self) -> bool:
         """Whether logprobs of the frozen initial policy enter it."""
         return self.kl is not None or (self.returns is not None and self.returns.kl_coefficient != 0)
+
+    def with_coefficients(self, coefficients: Coefficients) -> Objective:
+        """The same with the coefficients of one batch. A KL coefficient is that of the term there is, in loss or reward."""
+        changes: dict[str, Any] = {}
+        if coefficients.entropy is not None:
+            changes["entropy_coefficient"] = coefficients.entropy
+        if coefficients.kl is not None and self.kl is not None:
+            changes["kl_coefficient"] = coefficients.kl
+        elif coefficients.kl is not None and self.returns is not None:
+            changes["returns"] = dataclasses.replace(self.returns, kl_coefficient=coefficients.kl)
+        return dataclasses.replace(self, **changes)
 
 
 def micro_batch_loss(
@@ -86,19 +103,22 @@ def micro_batch_loss(
     first_pass: bool = True,
     proximal_logprobs: torch.Tensor | None = None,
     ref_logprobs: torch.Tensor | None = None,
-    selected: torch.Tensor | None = None,
+    selected: Marked | None = None,
 ) -> tuple[torch.Tensor, Tally]:
     """Loss (scalar, its gradient is this micro-batch's share) and tally; tensors are float32 [R, L].
 
     `version` is the one that the batch improves, `max_staleness` the last staleness that the tally tells apart.
     `first_pass` says that no earlier forward pass of the batch saw these tokens: only then is the mismatch counted.
     `proximal_logprobs`, only with proximal `recompute`, are of before the first update; None: nothing was updated yet, so
-    they are those of this pass. `selected` bool [R, L] are the tokens that the selection marks. A behaviour logprob that the
-    engine could not give (NaN) counts as the learner's own.
+    they are those of this pass. `selected` are the tokens [R, L] that the selection marks. A behaviour logprob that the engine
+    could not give (NaN) counts as the learner's own.
+
+    Raises ValueError, naming the function, where a user's returns anything else than one number a token.
     """
     mask = batch.response_mask
+    logprobs = logprobs.masked_fill(~mask, 0.0).clamp(min=LEAST_LOGPROB)
     current = logprobs.detach()
-    own = current if proximal_logprobs is None else proximal_logprobs
+    own = current if proximal_logprobs is None else proximal_logprobs.clamp(min=LEAST_LOGPROB)
     reported = batch.behaviour_logprobs.isfinite()
     behaviour = torch.where(reported, batch.behaviour_logprobs, own)
     if objective.proximal == "interpolate":
@@ -108,20 +128,23 @@ def micro_batch_loss(
         old = own if objective.proximal == "recompute" else behaviour
     advantages = batch.advantages.expand_as(logprobs)
     terms = objective.loss(logprobs, old, advantages, mask, **objective.loss_options)
-    token_loss = terms.token_loss
+    token_loss = _per_token(objective.loss, terms.token_loss, mask)
     counted = {"tokens": mask, "entropy": entropy, "ppo_kl": old - current, "clipped": terms.clipped}
-    if objective.selection is not None and selected is not None:
-        token_loss = _treated_apart(objective, selected, token_loss, logprobs - old)
-        counted["selected"] = selected
+    if selected is not None:
+        token_loss = _treated_apart(selected, token_loss, logprobs - old)
+        counted["selected"] = selected.tokens
     if objective.correction is not None:
         compared = current if objective.proximal == "behaviour" else old
         data = _wanted(objective.correction, {"advantages": advantages}, objective.correction_options)
-        weights = objective.correction(compared, behaviour, mask, **data)
+        weights = _per_token(
+            objective.correction, objective.correction(compared, behaviour, mask, **data), mask
+        ).detach()
         token_loss = token_loss * weights
         counted |= {"correction": weights, "masked": weights == 0}
     if objective.kl is not None and ref_logprobs is not None:
-        data = _wanted(objective.kl, {"old_logprobs": behaviour}, {})
-        kl = torch.where(mask, objective.kl(logprobs, ref_logprobs, **data), 0.0)
+        data = _wanted(objective.kl, {"old_logprobs": behaviour.masked_fill(~mask, 0.0)}, {})
+        kl = objective.kl(logprobs, ref_logprobs.masked_fill(~mask, 0.0).clamp(min=LEAST_LOGPROB), **data)
+        kl = torch.where(mask, _per_token(objective.kl, kl, mask), 0.0)
         token_loss = token_loss + objective.kl_coefficient * kl
         counted["kl_ref"] = kl.detach()
     elif ref_logprobs is not None:  # its pull is in the advantages
@@ -141,19 +164,19 @@ def micro_batch_loss(
     return token_loss.sum(), tally
 
 
-def _treated_apart(
-    objective: Objective, selected: torch.Tensor, token_loss: torch.Tensor, log_ratio: torch.Tensor
-) -> torch.Tensor:
-    """The policy loss [R, L] with the selection's effect on the selected tokens."""
-    assert objective.selection is not None
-    if selection.EFFECT[objective.selection.__name__] == "drop":
-        return token_loss.masked_fill(selected, 0.0)
-    coefficient = {**_defaults(objective.selection), **objective.selection_options}["coefficient"]
-    return token_loss + torch.where(selected, coefficient * log_ratio.abs(), 0.0)
+def _treated_apart(selected: Marked, token_loss: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
+    """The policy loss [R, L] with what becomes of the selected tokens."""
+    if selected.penalty is None:
+        return token_loss.masked_fill(selected.tokens, 0.0)
+    return token_loss + torch.where(selected.tokens, selected.penalty * log_ratio.abs(), 0.0)
 
 
-def _defaults(method: Callable[..., Any]) -> Mapping[str, Any]:
-    return method.__kwdefaults__ or {}
+def _per_token(function: Callable[..., Any], values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """What a function of the objective returned; broadcasting another shape would be a wrong loss without an error."""
+    if values.shape != mask.shape:
+        name = getattr(function, "__qualname__", repr(function))
+        raise ValueError(f"{name} returned {list(values.shape)}, expected one number a token, {list(mask.shape)}")
+    return values
 
 
 def _wanted(

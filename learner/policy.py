@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
-from learner.batch import MicroBatchTensors
-from learner.logprobs import chunks_of, logit_transform, token_logprobs
+from learner.attention import tree_mask, use_tree_attention
+from learner.logprobs import chunks_of, logit_transform, token_logprobs, use_float32
+from learner.tensors import MicroBatchTensors
 
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """`lora_rank` 0 is full fine-tuning. `dtype` is the compute type; master weights are the optimizer's matter."""
+    """`lora_rank` 0 is full fine-tuning. `dtype` is the compute type, `fp32_head` excepts the output head from it; master
+    weights are the optimizer's matter."""
 
     model_path: str
     dtype: str
@@ -30,6 +32,7 @@ class PolicySettings:
     gradient_checkpointing: bool = False
     chunk_tokens: int = 1024
     entropy_gradient: bool = False
+    fp32_head: bool = False
     seed: int = 0
 
 
@@ -39,13 +42,16 @@ class Policy(torch.nn.Module):
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(settings.seed)  # LoRA's A matrices are random: equal on all ranks
-        # SDPA takes the masks of shared prefixes on every device.
+        # Asked for by name, SDPA is refused by models whose attention it can't compute; the trees' attention rests on it.
         model = AutoModelForCausalLM.from_pretrained(
             settings.model_path, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa"
         )
+        use_tree_attention(model)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._transform = logit_transform(model.config.get_text_config())
+        if settings.fp32_head:
+            use_float32(model.get_output_embeddings())
         self.is_lora = settings.lora_rank > 0
         if self.is_lora:
             from peft import LoraConfig, get_peft_model
@@ -84,7 +90,7 @@ class Policy(torch.nn.Module):
         backbone = getattr(causal_lm, causal_lm.base_model_prefix)
         hidden = backbone(
             input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
+            attention_mask=tree_mask(batch.subtree_end),
             position_ids=batch.position_ids,
             use_cache=False,
         ).last_hidden_state
@@ -101,6 +107,7 @@ class Policy(torch.nn.Module):
         )
         where = (batch.answer, batch.offset)
         empty = torch.zeros(batch.response_mask.shape, dtype=torch.float32, device=logprobs.device)
+        logprobs, entropy = logprobs[batch.prediction], entropy[batch.prediction]
         return empty.index_put(where, logprobs), empty.index_put(where, entropy)
 
     @contextlib.contextmanager

@@ -14,26 +14,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.advantages import discounted_returns, moments, whiten_by
-from learner.batch import MicroBatch, MicroBatchTensors, RankPlan
+from learner.advantages import discounted_returns, mean_and_variance, whiten_by
+from learner.batch import MicroBatch, RankPlan
 from learner.kl import reward_penalty
 from learner.objective import Objective, TokenReturns
-from learner.selection import Tokens, Total, draws
+from learner.reference import Reference
+from learner.selection import Marked, Tokens, Total, draws
+from learner.tensors import MicroBatchTensors
 
 Place = tuple[int, int]  # update, micro-batch
 
 
 @dataclass(frozen=True)
 class Known:
-    """Of one micro-batch, each float32 or bool [R, L] and None where it is not needed or not known yet."""
+    """Of one micro-batch, each of [R, L] and None where it is not needed or not known yet."""
 
     proximal_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
-    selected: Tensor | None = None
+    selected: Marked | None = None
 
 
 class Survey:
-    """`forward` gives logprobs and entropies, `reference` the initial policy's logprobs, `tensors` a micro-batch's data."""
+    """`forward` gives logprobs and entropies, `reference` the initial policy's logprobs, `tensors` a micro-batch's data.
+
+    The reference never changes: it is asked once for the whole batch, whatever updates and epochs follow.
+    """
 
     def __init__(
         self,
@@ -42,7 +47,7 @@ class Survey:
         *,
         tensors: Callable[[MicroBatch], MicroBatchTensors],
         forward: Callable[[MicroBatchTensors], tuple[Tensor, Tensor]],
-        reference: Callable[[MicroBatchTensors], Tensor],
+        reference: Reference,
         total: Total,
     ) -> None:
         """Passes over the whole batch, at the weights of before its first update."""
@@ -50,7 +55,6 @@ class Survey:
         self._plan = plan
         self._tensors = tensors
         self._forward = forward
-        self._reference = reference
         self._total = total
         self._proximal: dict[Place, Tensor] = {}
         self._ref: dict[Place, Tensor] = {}
@@ -59,9 +63,11 @@ class Survey:
         if objective.proximal == "recompute":
             # Of the first update the first pass with gradient is early enough: `saw` takes it in.
             self._proximal = {place: self._logprobs(place) for place in places if place[0] > 0}
+        if objective.needs_reference:
+            self._ref = dict(zip(places, reference(self.batch(place) for place in places), strict=True))
         if objective.returns is not None:
-            self._ref, self._advantages = self._returns(objective.returns, places)
-        self._selected: list[Tensor] = []
+            self._advantages = self._returns(objective.returns, places)
+        self._selected: list[Marked] = []
 
     def begin(self, update: int, optimizer_step: int) -> None:
         """A pass over one update, at its weights."""
@@ -88,35 +94,32 @@ class Survey:
         with torch.no_grad():
             return self._forward(self.batch(place))[0]
 
-    def _returns(self, r: TokenReturns, places: list[Place]) -> tuple[dict[Place, Tensor], dict[Place, Tensor]]:
-        """The reference's logprobs, where they count, and advantages per token, whitened over the whole batch."""
-        ref: dict[Place, Tensor] = {}
+    def _returns(self, r: TokenReturns, places: list[Place]) -> dict[Place, Tensor]:
+        """Advantages per token, whitened over the whole batch."""
         returns: dict[Place, tuple[Tensor, Tensor]] = {}
         for place in places:
             batch = self.batch(place)
             penalty = None
             if r.kl_coefficient:
-                ref[place] = self._reference(batch)
-                behaviour = batch.behaviour_logprobs
+                behaviour, ref = batch.behaviour_logprobs, self._ref[place]
                 # A token whose logprob the engine could not give is charged nothing.
-                own = torch.where(behaviour.isfinite(), behaviour, ref[place])
-                penalty = reward_penalty(own, ref[place], batch.response_mask, coefficient=r.kl_coefficient)
+                own = torch.where(behaviour.isfinite(), behaviour, ref)
+                penalty = reward_penalty(own, ref, batch.response_mask, coefficient=r.kl_coefficient)
             rewards = batch.advantages[:, 0]
             of_tokens = discounted_returns(rewards, batch.response_mask, token_rewards=penalty, gamma=r.gamma)
             returns[place] = of_tokens, batch.response_mask
-        device = next(iter(returns.values()))[0].device
-        own_moments = sum(
-            (moments(values[mask]) for values, mask in returns.values()), torch.zeros(3).double().to(device)
+        if not returns:  # no answer of the batch is left in the loss
+            return {}
+        mean, variance = mean_and_variance(
+            [values[mask] for values, mask in returns.values()], std=r.std, total=self._total
         )
-        of_batch = self._total(own_moments)
-        whitened = {
-            place: whiten_by(values, mask, of_batch, std=r.std, eps=r.eps).float()
+        return {
+            place: whiten_by(values, mask, mean, variance, eps=r.eps).float()
             for place, (values, mask) in returns.items()
         }
-        return ref, whitened
 
-    def _select(self, update: int, optimizer_step: int) -> list[Tensor]:
-        """For each micro-batch of the update: bool [R, L], the tokens that the objective's selection marks."""
+    def _select(self, update: int, optimizer_step: int) -> list[Marked]:
+        """For each micro-batch of the update the tokens [R, L] that the objective's selection marks."""
         objective = self._objective
         assert objective.selection is not None
         batches = [self.batch((update, number)) for number in range(len(self._plan.updates[update]))]
@@ -130,8 +133,11 @@ class Survey:
             draws=torch.cat([_draws(batch, optimizer_step) for batch in batches]),
         )
         marked = objective.selection(tokens, self._total, **objective.selection_options)
-        parts = marked.split([int(mask.sum()) for mask in masks])
-        return [torch.zeros_like(mask).masked_scatter(mask, part) for mask, part in zip(masks, parts, strict=True)]
+        parts = marked.tokens.split([int(mask.sum()) for mask in masks])
+        return [
+            dataclasses.replace(marked, tokens=torch.zeros_like(mask).masked_scatter(mask, part))
+            for mask, part in zip(masks, parts, strict=True)
+        ]
 
 
 def _draws(batch: MicroBatchTensors, optimizer_step: int) -> Tensor:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from learner.batch import RankPlan, Row, plan_updates
+from learner.batch import FIXED, Coefficients, RankPlan, Row, plan_updates
 from orchestrator.algorithm import compute_advantages, per_token, token_weights, wants_components
 from orchestrator.config import Config, RewardConfig, RewardFunctionConfig, RewardModelConfig
 from orchestrator.flight import Flight
@@ -31,7 +31,7 @@ def plan_learning(
     *,
     ranks: int,
     share_prefixes: bool,
-    pair_cost: float = 0.0,
+    coefficients: Coefficients = FIXED,
 ) -> LearningPlan:
     """Cut the batch. The payload number of a group is its place in `batch.groups`."""
     advantages = _advantages(config, batch, flights)
@@ -46,8 +46,8 @@ def plan_learning(
         ranks=ranks,
         max_tokens=config.learner.max_tokens_per_microbatch,
         share_prefixes=share_prefixes,
-        pair_cost=pair_cost,
     )
+    plans = [dataclasses.replace(plan, coefficients=coefficients) for plan in plans]
     rows = [row for group in groups for row in group]
     return LearningPlan(plans, rows, {} if per_token(config.algorithm) else advantages)
 

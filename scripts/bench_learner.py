@@ -5,7 +5,8 @@
 One process, one rank, made-up tokens. `step_vs_bare` is tokens per second of a whole step of ours (plan, tensors, forward with
 logprobs and entropy, backward, ZeRO's optimizer) over those of a bare step (Hugging Face's forward, log-softmax, backward,
 AdamW) on the same tokens, unpacked. `shared_prefix` is the time of a step without sharing over one with it, at 8 answers a
-prompt. Both sides of a ratio are measured in turns, and the medians compared. Peak memory is of the step alone: on a CPU the
+prompt that share nothing else. Both sides of a ratio are measured in turns, and the medians compared; what takes long is
+measured fewer times. Peak memory is of the step alone: on a CPU the
 resident set's high-water mark over what was there before.
 """
 
@@ -27,7 +28,8 @@ import numpy as np
 
 ANSWERS = 8
 PREFIXES = [(prompt, answer) for answer in (18, 128) for prompt in (45, 256, 1024)]
-STEP = (45, 18, 8)  # prompt, answer, groups: the quickstart's work
+STEP = (45, 18, 4)  # prompt, answer, groups: half the quickstart's work
+ENOUGH_S = 20.0  # spent on one ratio, no more rounds follow
 MAX_TOKENS = 4096  # in a micro-batch; a shared row of every setting fits
 LEARNING_RATE = 1e-6
 
@@ -63,7 +65,8 @@ def make_rank(model: str, dtype: str, threads: int) -> Any:
     from learner.losses import ppo_clip
     from learner.objective import Objective
     from learner.policy import PolicySettings
-    from learner.worker import LearnerRank, LearnerSettings
+    from learner.settings import LearnerSettings
+    from learner.worker import LearnerRank
 
     settings = LearnerSettings(
         policy=PolicySettings(model, dtype),
@@ -121,18 +124,10 @@ def made_up(
     return rows, payloads
 
 
-def plan_of(rows: Sequence[Sequence[Any]], *, share: bool, max_tokens: int, pair_cost: float = 0.0) -> Any:
+def plan_of(rows: Sequence[Sequence[Any]], *, share: bool, max_tokens: int) -> Any:
     from learner.batch import plan_updates
 
-    [plan] = plan_updates(
-        [rows],
-        version=0,
-        max_staleness=0,
-        ranks=1,
-        max_tokens=max_tokens,
-        share_prefixes=share,
-        pair_cost=pair_cost,
-    )
+    [plan] = plan_updates([rows], version=0, max_staleness=0, ranks=1, max_tokens=max_tokens, share_prefixes=share)
     return plan
 
 
@@ -142,7 +137,7 @@ def bench_step(rank: Any, model: str, options: argparse.Namespace) -> None:
     plan = plan_of(rows, share=False, max_tokens=1024)
     tokens = sum(row.length for group in rows for row in group)
     bare = bare_step(model, options.dtype, plan, payloads)
-    ours, theirs = in_turns([lambda: learn(rank, plan, payloads), bare], options.rounds)
+    (ours, theirs), _ = in_turns([lambda: learn(rank, plan, payloads), bare], options.rounds)
     show(
         f"{groups} groups x {ANSWERS} answers, prompt {prompt}, answer about {answer}: {tokens} tokens, {options.dtype}"
     )
@@ -156,23 +151,22 @@ def bare_step(model: str, dtype: str, plan: Any, payloads: Any) -> Callable[[], 
     import torch
     from transformers import AutoModelForCausalLM
 
-    from learner.batch import build_tensors
+    from learner.tensors import build_tensors
 
     device = "cuda" if has_gpu() else "cpu"
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).train()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, fused=True)
     batches = [build_tensors(m, payloads).to(torch.device(device)) for update in plan.updates for m in update]
 
     def step() -> None:
         for batch in batches:
             logits = policy(
-                input_ids=batch.input_ids,
-                attention_mask=batch.attention_mask,
+                input_ids=batch.input_ids,  # padded behind, where causal attention needs no mask
                 position_ids=batch.position_ids,
                 use_cache=False,
             ).logits
             sampled = logits[batch.source_row, batch.source_position].float()
-            logprobs = sampled.log_softmax(-1).gather(-1, batch.target_ids[:, None])[:, 0]
+            logprobs = sampled.log_softmax(-1).gather(-1, batch.target_ids[:, None])[batch.prediction, 0]
             weights = (batch.token_weights * batch.advantages)[batch.answer, 0]
             (-(logprobs * weights).sum()).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -183,22 +177,13 @@ def bare_step(model: str, dtype: str, plan: Any, payloads: Any) -> Callable[[], 
 
 
 def bench_prefixes(rank: Any, model: str, rounds: int) -> None:
-    from orchestrator.derived import attention_pair_cost
-
-    cost = attention_pair_cost(model)
     for prompt, answer in PREFIXES:
         rows, payloads = made_up(prompt, answer, 1, vocabulary=vocabulary(model))
-        apart, shared, chosen = (
-            plan_of(rows, share=share, max_tokens=MAX_TOKENS, pair_cost=pair_cost)
-            for share, pair_cost in ((False, 0.0), (True, 0.0), (True, cost))
-        )
-        peaks = [peak_mib(partial(learn, rank, plan, payloads)) for plan in (apart, shared)]
-        steps = [partial(learn, rank, plan, payloads) for plan in (apart, shared, chosen)]
-        seconds = in_turns(steps, rounds)
-        parts = sum(len(micro) for micro in chosen.updates[0])
+        plans = [plan_of(rows, share=share, max_tokens=MAX_TOKENS) for share in (False, True)]
+        (apart, shared), peaks = in_turns([partial(learn, rank, plan, payloads) for plan in plans], rounds)
         show(
-            f"shared_prefix prompt={prompt} answer={answer} speedup={seconds[0] / seconds[1]:.2f} "
-            f"chosen={seconds[0] / seconds[2]:.2f} rows={parts} memory_mib={peaks[0]:.0f}->{peaks[1]:.0f}"
+            f"shared_prefix prompt={prompt} answer={answer} speedup={apart / shared:.2f} "
+            f"memory_mib={peaks[0]:.0f}->{peaks[1]:.0f} seconds={apart:.1f}->{shared:.1f}"
         )
 
 
@@ -206,40 +191,46 @@ def learn(rank: Any, plan: Any, payloads: Any) -> None:
     rank.learn(plan, *(payloads[number] for number in plan.payloads))
 
 
-def in_turns(steps: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-    """Median seconds of each; the first round of each warms up."""
+def in_turns(steps: Sequence[Callable[[], None]], rounds: int) -> tuple[list[float], list[float]]:
+    """Median seconds of each step and the highest memory of one, in MiB, over what was held before it."""
     taken: list[list[float]] = [[] for _ in steps]
-    for round_ in range(rounds + 1):
-        for step, seconds in zip(steps, taken, strict=True):
+    peaks = [0.0 for _ in steps]
+    while len(taken[0]) < rounds and sum(map(sum, taken)) < ENOUGH_S:
+        for number, step in enumerate(steps):
+            before = reset_peak()
             began = time.perf_counter()
             step()
-            if has_gpu():
-                import torch
-
-                torch.cuda.synchronize()
-            if round_:
-                seconds.append(time.perf_counter() - began)
-    return [statistics.median(seconds) for seconds in taken]
+            after = peak_bytes()
+            taken[number].append(time.perf_counter() - began)
+            peaks[number] = max(peaks[number], (after - before) / 2**20)
+    return [statistics.median(seconds) for seconds in taken], peaks
 
 
-def peak_mib(step: Callable[[], None]) -> float:
-    """The highest memory of one step over what was held before it."""
+def reset_peak() -> int:
+    """Bytes held now; `peak_bytes` counts from here."""
     if has_gpu():
         import torch
 
-        before = torch.cuda.memory_allocated()
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        step()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return torch.cuda.memory_allocated()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    before = status_kib("VmRSS")
-    step()
-    return (status_kib("VmHWM") - before) / 1024
+    return status_bytes("VmRSS")
 
 
-def status_kib(name: str) -> int:
+def peak_bytes() -> int:
+    """The most that was held since `reset_peak`."""
+    if has_gpu():
+        import torch
+
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    return status_bytes("VmHWM")
+
+
+def status_bytes(name: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1])
+    return int(line.split()[1]) * 1024
 
 
 def show(line: str) -> None:
