@@ -9,22 +9,39 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from learner.batch import RankPlan
+from learner.settings import LearnerSettings
 from learner.tally import Tally
-from learner.worker import LearnerRank, LearnerSettings, LearnReport
+from learner.worker import LearnerRank, LearnReport
 from rollout_workers.weights.manifest import Manifest
+
+if TYPE_CHECKING:
+    from learner.reference_group import ReferenceGroup
 
 
 class LearnerError(RuntimeError):
-    """A rank failed or did not answer in time."""
+    """A rank or a reference actor failed or did not answer in time."""
+
+
+async def answer_of(who: str, reference: Any, timeout_s: float) -> Any:
+    """What an actor answers. Raises LearnerError, naming it, where it is gone or does not in time."""
+    from ray.exceptions import RayActorError
+
+    try:
+        return await asyncio.wait_for(reference, timeout_s)
+    except TimeoutError as error:
+        raise LearnerError(f"{who} did not answer within {timeout_s:.0f} s") from error
+    except RayActorError as error:
+        raise LearnerError(f"{who} is gone: {error}") from error
 
 
 class LearnerGroup:
-    """`options[i]` are the Ray actor options of rank i."""
+    """`options[i]` are the Ray actor options of rank i. `reference` are the actors of `learner.reference=own`, to start and
+    end with the ranks."""
 
     def __init__(
         self,
@@ -33,9 +50,11 @@ class LearnerGroup:
         *,
         start_timeout_s: float,
         timeout_s: float,
+        reference: ReferenceGroup | None = None,
     ) -> None:
         import ray
 
+        self.reference = reference
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         actor = ray.remote(LearnerRank)
@@ -53,36 +72,47 @@ class LearnerGroup:
         rendezvous = await self._one(0, self._ranks[0].address.remote(), self._start_timeout_s)
         counts = await self._all([r.start.remote(rendezvous) for r in self._ranks], self._start_timeout_s)
         self.device_bytes = min(await self._all([r.device_bytes.remote() for r in self._ranks], self._timeout_s))
+        if self.reference is not None:
+            await self.reference.start()
         return counts[0]
 
     async def learn(
-        self, plans: Sequence[RankPlan], payloads: Sequence[Any]
+        self, plans: Sequence[RankPlan], payloads: Sequence[Any], references: Sequence[Any] | None = None
     ) -> tuple[list[LearnReport], Tally, list[Any]]:
         """Perform one batch. `payloads` are object references; each rank fetches only those of its own plan.
 
+        `references` are what `reference.score` gave for each payload: where there are such actors they are asked now without.
         Returns every rank's report, their tallies added up, and for each rank a reference to its answers' logprobs.
         """
-        references = [
-            rank.learn.options(num_returns=2).remote(plan, *(payloads[number] for number in plan.payloads))
-            for rank, plan in zip(self._ranks, plans, strict=True)
-        ]
-        reports: list[LearnReport] = await self._all([report for report, _ in references], self._timeout_s)
+        calls = await self._called("learn", plans, payloads, references)
+        reports: list[LearnReport] = await self._all([report for report, _ in calls], self._timeout_s)
         tally = Tally()
         for report in reports:
             tally.merge(Tally(report.sums, report.maxima))
         self.optimizer_step = reports[0].optimizer_step
-        return reports, tally, [logprobs for _, logprobs in references]
+        return reports, tally, [logprobs for _, logprobs in calls]
 
     async def score(self, plans: Sequence[RankPlan], payloads: Sequence[Any]) -> tuple[Tally, list[Any]]:
         """One forward pass over the plans' answers, without learning: the tally of all ranks, and `learn`'s references."""
-        references = [
-            rank.score.options(num_returns=2).remote(plan, *(payloads[number] for number in plan.payloads))
+        calls = await self._called("score", plans, payloads, None)
+        tally = Tally()
+        for of_rank in await self._all([counted for counted, _ in calls], self._timeout_s):
+            tally.merge(of_rank)
+        return tally, [logprobs for _, logprobs in calls]
+
+    async def _called(
+        self, method: str, plans: Sequence[RankPlan], payloads: Sequence[Any], references: Sequence[Any] | None
+    ) -> list[Any]:
+        """For each rank the two references that `learn` or `score` returns."""
+        scored: Sequence[Any] = ()
+        if self.reference is not None:
+            scored = references or await asyncio.gather(*map(self.reference.score, payloads))
+        return [
+            getattr(rank, method)
+            .options(num_returns=2)
+            .remote(plan, *(of_payload[n] for of_payload in (payloads, scored) if of_payload for n in plan.payloads))
             for rank, plan in zip(self._ranks, plans, strict=True)
         ]
-        tally = Tally()
-        for of_rank in await self._all([counted for counted, _ in references], self._timeout_s):
-            tally.merge(of_rank)
-        return tally, [logprobs for _, logprobs in references]
 
     async def export_weights(self, version: int) -> AsyncIterator[Any]:
         """References to the buckets of `version`, one by one as rank 0 has gathered them; last the Manifest itself."""
@@ -131,12 +161,17 @@ class LearnerGroup:
     async def export_model(self, folder: Path) -> None:
         await self._all([r.export_model.remote(str(folder)) for r in self._ranks], self._timeout_s)
 
+    async def export_adapter(self, folder: Path) -> None:
+        await self._all([r.export_adapter.remote(str(folder)) for r in self._ranks], self._timeout_s)
+
     async def close(self) -> None:
         """End the process group and the actors; never raises for ranks that are gone already."""
         import ray
 
         for rank in self._ranks:
             ray.kill(rank)
+        if self.reference is not None:
+            await self.reference.close()
 
     async def nccl_rendezvous(self) -> dict[str, Any]:
         """Host and port at which rank 0 waits for the engines."""
@@ -158,14 +193,7 @@ class LearnerGroup:
         return await self._one(0, self._ranks[0].nccl_metadata.remote(), self._timeout_s)
 
     async def _one(self, rank: int, reference: Any, timeout_s: float) -> Any:
-        from ray.exceptions import RayActorError
-
-        try:
-            return await asyncio.wait_for(reference, timeout_s)
-        except TimeoutError as error:
-            raise LearnerError(f"learner rank {rank} did not answer within {timeout_s:.0f} s") from error
-        except RayActorError as error:
-            raise LearnerError(f"learner rank {rank} is gone: {error}") from error
+        return await answer_of(f"learner rank {rank}", reference, timeout_s)
 
     async def _all(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
         """Every rank's answer. The first failure ends the wait: the other ranks may hang in a collective."""

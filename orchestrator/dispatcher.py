@@ -3,9 +3,9 @@
 Contract
 - Every event of the queue goes through here, and what the queue answers is carried out at once (`_carry_out`), without an
   await in between: an outcome is recorded at the moment it is decided, so a snapshot between two awaits is consistent.
-- A group flies on its own: generate (again, for members that failed, as the queue says), score, tell the queue. A failure
-  of the infrastructure ends the group, never the run, unless no actor is left. What was scored whole is also shown to the
-  watcher, which holds nothing up.
+- A group flies on its own: generate (again, for members that failed, as the queue says), score (by reference actors as well,
+  where there are such), tell the queue. A failure of the infrastructure ends the group, never the run, unless no actor is left.
+  What was scored whole is also shown to the watcher, which holds nothing up.
 - Between `ground` and `clear` the engines are free for a learner that needs their devices: what was being written is
   parked with the tokens it has, and goes on afterwards, under newer weights, with what is left of its budget.
 - `sampling.early_stop`: a group that is overdue is parked and judged by the answers that came in time. If these say that
@@ -22,6 +22,7 @@ from typing import Any
 
 from ray.exceptions import ObjectLostError, RayTaskError
 
+from learner.reference_group import ReferenceGroup
 from orchestrator.clerks import ClerkFleet
 from orchestrator.config import Config
 from orchestrator.difficulty import PassRates
@@ -29,6 +30,7 @@ from orchestrator.fleet import PartialsLost, RolloutFleet
 from orchestrator.flight import Flight
 from orchestrator.journal import Outcome
 from orchestrator.prompts import PromptStream
+from orchestrator.replica import is_of_an_argument
 from orchestrator.reporting import BatchReport
 from orchestrator.reward_fleet import RewardFleet, RewardsLost, lost_rewards
 from orchestrator.sampling_queue import SamplingQueue
@@ -59,6 +61,7 @@ class Dispatcher:
         report: BatchReport,
         pass_rates: PassRates,
         watcher: Watcher,
+        reference: ReferenceGroup | None,
         *,
         filter_on: str,
         lineage: int,
@@ -74,6 +77,7 @@ class Dispatcher:
         self._report = report
         self._pass_rates = pass_rates
         self._watcher = watcher
+        self._reference = reference
         self._filter_on = filter_on
         self._lineage = lineage
         self._start_task = start_task
@@ -144,7 +148,7 @@ class Dispatcher:
         try:
             if not await self._generate(flight):
                 return
-            await self._score(flight, flight.payload)
+            await asyncio.gather(self._score(flight, flight.payload), self._refer(flight))
         except (PartialsLost, AnswersLost) as error:
             self._carry_out(self._queue.failed(flight.group_id, str(error)))
             return
@@ -237,6 +241,17 @@ class Dispatcher:
         except (ObjectLostError, RayTaskError) as error:
             raise AnswersLost(f"its answers were lost: {error}") from error
         flight.judge(results)
+
+    async def _refer(self, flight: Flight) -> None:
+        """Have reference actors score the answers, while others are written or learned from."""
+        if self._reference is None or flight.payload is None:
+            return
+        try:
+            flight.reference = await self._reference.score(flight.payload)
+        except (ObjectLostError, RayTaskError) as error:
+            if isinstance(error, RayTaskError) and not is_of_an_argument(error):
+                raise
+            raise AnswersLost(f"its answers were lost: {error}") from error
 
     def _judged(self, flight: Flight, members: Sequence[Member]) -> None:
         """What was learnt of a group and its prompt, whatever becomes of it."""

@@ -34,6 +34,7 @@ class Flight:
     generating_s: float = 0.0  # spent in requests
     attempt: int = 0  # rounds of resampling so far
     payload: Any = None
+    reference: Any = None  # to what reference actors found of the payload, where there are such
     payloads: list[Any] = field(default_factory=list)
     partials: tuple[Any, ...] = ()
     interrupted: bool = False  # some payload holds unfinished answers

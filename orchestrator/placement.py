@@ -1,8 +1,9 @@
 """Where actors go, and whether they fit: checked against the cluster before anything is started.
 
 Every rollout actor gets one bundle of one node (its tensor-parallel devices are never split over nodes), every learner
-rank one, and on GPUs every replica of a reward model one, of devices that neither has. On CPUs reward models reserve nothing
-and have one thread each. In `split` mode engines and learner have devices of their own; in `shared` mode they take turns, so
+rank one, every reference actor (`learner.reference=own`) one with a device of its own, or as many threads as a rank, and on GPUs
+every replica of a reward model one, of devices that nobody else has. On CPUs reward models reserve nothing and have one thread
+each. In `split` mode engines and learner have devices of their own; in `shared` mode they take turns, so
 both claim half of each: on GPUs that is Ray's fractional GPU, on CPUs the threads overlap.
 """
 
@@ -13,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.config import Config, ConfigError
+from orchestrator.config import Config, ConfigError, reference_place
+
+KEPT_BYTES = str(2**40)  # more than any process has: freed memory is always kept
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Placement:
     learner_bundle: dict[str, float]
     rollouts: int
     learners: int
+    references: int  # reference actors
     rollout_threads: int
     learner_threads: int
     reward_gpus: tuple[float, ...] = ()  # of each replica of a reward model; empty on CPUs
@@ -37,9 +41,11 @@ class Placement:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Rollout actors first, then learner ranks, then reward models."""
+        """Rollout actors first, then learner ranks, reference actors, and reward models."""
+        reference = {"GPU": 1.0, "CPU": 1.0} if self.device == "gpu" else {"CPU": float(self.learner_threads)}
         models = [{"GPU": gpus, "CPU": 1.0} for gpus in self.reward_gpus]
-        return [self.rollout_bundle] * self.rollouts + [self.learner_bundle] * self.learners + models
+        actors = [self.rollout_bundle] * self.rollouts + [self.learner_bundle] * self.learners
+        return actors + [reference] * self.references + models
 
 
 def plan(config: Config, nodes: list[dict[str, float]], reward_gpus: Sequence[float] = ()) -> Placement:
@@ -55,12 +61,19 @@ def plan(config: Config, nodes: list[dict[str, float]], reward_gpus: Sequence[fl
         device = "gpu" if gpus else "cpu"
     shared = config.placement.mode == "shared"
     replicas, ranks = config.rollout.replicas, config.learner.ranks
+    place = reference_place(config)
+    references = config.learner.reference_ranks if place == "own" else 0
     if device == "gpu":
-        return _on_gpus(config, nodes, tuple(reward_gpus), shared=shared)
+        return _on_gpus(config, nodes, references, tuple(reward_gpus), shared=shared)
+    if place == "offload":
+        raise ConfigError(
+            "learner.reference=offload keeps weights out of GPU memory, and placement.device is cpu; leave it at ranks"
+        )
     if config.rollout.weights.transport == "nccl":
         raise ConfigError("rollout.weights.transport=nccl needs GPUs, and placement.device is cpu; leave it at auto")
     share = 0.5 if shared else 1.0
-    wanted = (cpus // replicas, cpus // ranks) if shared else (cpus // (replicas + ranks),) * 2
+    even = cpus // (replicas + ranks + references)
+    wanted = (cpus // replicas, cpus // (ranks + references)) if shared else (even, even)
     # Even shares, and smaller ones where they don't fit the nodes.
     for less in range(max(1, *wanted)):
         rollout_threads, learner_threads = (max(1, threads - less) for threads in wanted)
@@ -71,17 +84,20 @@ def plan(config: Config, nodes: list[dict[str, float]], reward_gpus: Sequence[fl
             learner_bundle={"CPU": (config.learner.threads or learner_threads) * share},
             rollouts=replicas,
             learners=ranks,
+            references=references,
             rollout_threads=config.rollout.threads or rollout_threads,
             learner_threads=config.learner.threads or learner_threads,
         )
         engines, learners = [placement.rollout_threads] * replicas, [placement.learner_threads] * ranks
+        own = [placement.learner_threads] * references
         reserved = [bundle["CPU"] for bundle in placement.bundles]
-        if all(_fits(cores, nodes) for cores in (engines, learners, reserved)):
+        if all(_fits(cores, nodes) for cores in (engines + own, learners + own, reserved)):
             return placement
-    asked = max(sum(engines), sum(learners)) if shared else sum(engines + learners)
+    asked = (max(sum(engines), sum(learners)) if shared else sum(engines + learners)) + sum(own)
+    as_many = f", learner.reference_ranks={references} with as many" if references else ""
     raise ConfigError(
         f"the run asks for {asked} CPU cores (rollout.replicas={replicas} "
-        f"with {placement.rollout_threads} threads, learner.ranks={ranks} with {placement.learner_threads} threads, "
+        f"with {placement.rollout_threads} threads, learner.ranks={ranks} with {placement.learner_threads} threads{as_many}, "
         f"placement.mode={config.placement.mode}), each actor's on one node; the cluster has {_per_node(nodes)}"
     )
 
@@ -104,7 +120,7 @@ def _per_node(nodes: list[dict[str, float]]) -> str:
 
 
 def _on_gpus(
-    config: Config, nodes: list[dict[str, float]], reward_gpus: tuple[float, ...], *, shared: bool
+    config: Config, nodes: list[dict[str, float]], references: int, reward_gpus: tuple[float, ...], *, shared: bool
 ) -> Placement:
     replicas, ranks, width = (
         config.rollout.replicas,
@@ -117,14 +133,16 @@ def _on_gpus(
             f"rollout.tensor_parallel_size={width} needs that many GPUs on one node, the largest has {max(there, default=0)}"
         )
     for_models = _whole_devices(reward_gpus)
-    asked = (max(replicas * width, ranks) if shared else replicas * width + ranks) + sum(for_models)
+    asked = (max(replicas * width, ranks) if shared else replicas * width + ranks) + references + sum(for_models)
     # An engine's devices lie on one node: what a node has beyond whole engines can only serve learner ranks.
     engines = sum(count // width for count in there)
-    if asked > sum(there) or replicas > engines or not _fits([*[width] * replicas, *for_models], nodes, "GPU"):
+    devices = [*[width] * replicas, *[1] * references, *for_models]
+    if asked > sum(there) or replicas > engines or not _fits(devices, nodes, "GPU"):
+        own = f", learner.reference_ranks={references}" if references else ""
         models = f", reward.models: {sum(for_models)} for {len(reward_gpus)} replicas" if reward_gpus else ""
         raise ConfigError(
             f"the run asks for {asked} GPUs (rollout.replicas={replicas} x rollout.tensor_parallel_size={width}, "
-            f"learner.ranks={ranks}{models}, placement.mode={config.placement.mode}); the cluster has {sum(there)}, "
+            f"learner.ranks={ranks}{own}{models}, placement.mode={config.placement.mode}); the cluster has {sum(there)}, "
             f"room for {engines} engines of that size"
         )
     share = 0.5 if shared else 1.0
@@ -135,6 +153,7 @@ def _on_gpus(
         learner_bundle={"GPU": share, "CPU": 1.0},
         rollouts=replicas,
         learners=ranks,
+        references=references,
         rollout_threads=1,
         learner_threads=1,
         reward_gpus=reward_gpus,
@@ -169,6 +188,10 @@ def actor_environment(threads: int, device: str) -> dict[str, str]:
             # `nobind`, two engines of one machine would both bind core 0.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Large tensors come from the heap, which keeps what is freed. By default glibc maps memory anew for each of them, and
+            # touching fresh pages costs a learner as much time as its whole optimizer step.
+            "MALLOC_MMAP_THRESHOLD_": KEPT_BYTES,
+            "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES,
         }
     return environment
 
@@ -181,7 +204,7 @@ def actor_options(placement: Placement, group: Any, index: int) -> dict[str, Any
     threads = 1  # of a reward model
     if index < placement.rollouts:
         threads = placement.rollout_threads
-    elif index < placement.rollouts + placement.learners:
+    elif index < placement.rollouts + placement.learners + placement.references:
         threads = placement.learner_threads
     return {
         "num_cpus": bundle.get("CPU", 0),
