@@ -1,7 +1,8 @@
-"""The policy as an ordinary Hugging Face folder, which transformers and vLLM load without Headway."""
+"""The policy as ordinary Hugging Face folders, which transformers, peft and vLLM load without Headway."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -42,3 +43,26 @@ def export_folder(policy: Policy, source: PolicyWeightSource, model_path: str, f
     if policy.causal_lm.can_generate():
         policy.causal_lm.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model_path).save_pretrained(folder)
+
+
+def export_adapter(
+    policy: Policy, source: PolicyWeightSource, model_path: str, folder: Path, *, write: bool
+) -> list[str]:
+    """Write a LoRA policy's adapter alone to `folder`, in peft's format; the names of the files that this rank wrote.
+
+    `source` yields the adapter's tensors, `model_path` is the base that it names. As with `export_folder`, every rank calls it
+    and the one with `write` writes.
+    """
+    from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.cpu().clone() for named in source.buckets() if write for name, tensor in named}
+    if not write:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    config = copy.deepcopy(policy.model.peft_config["default"])
+    config.base_model_name_or_path = model_path
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    return [CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME]

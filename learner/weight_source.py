@@ -2,7 +2,7 @@
 
 Names, shapes and types are those of the Hugging Face checkpoint, which is what an engine loads. Under ZeRO-3 the
 parameters of one bucket at a time are gathered, on all ranks in the same order; elsewhere nothing is copied. LoRA
-adapters are merged on the way out, so the engine serves an ordinary model.
+adapters are merged on the way out, so the engine serves an ordinary model; or they alone go out, named as in peft's files.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ class _Unit:
         # The product in float32, one rounding at the end: small updates must not be lost twice.
         a = self.lora_layer.lora_A["default"].weight.detach().float()
         b = self.lora_layer.lora_B["default"].weight.detach().float()
-        merged = self.parameter.detach().float() + self.lora_layer.scaling["default"] * (b @ a)
+        merged = self.parameter.detach().to(torch.float32, copy=True)
+        merged.addmm_(b, a, alpha=self.lora_layer.scaling["default"])
         return merged.to(self.parameter.dtype)
 
 
 class PolicyWeightSource:
-    """Re-iterable: each pass yields every tensor of the checkpoint once, in the same order on every rank."""
+    """Re-iterable: each pass yields every tensor of the checkpoint (or `adapter`) once, in the same order on every rank."""
 
-    def __init__(self, policy: Policy, *, zero_stage: int, bucket_bytes: int) -> None:
+    def __init__(self, policy: Policy, *, zero_stage: int, bucket_bytes: int, adapter: bool = False) -> None:
         self._zero_stage = zero_stage
         self._bucket_bytes = bucket_bytes
-        self._units = _units(policy)
+        self._units = _adapter_units(policy) if adapter else _units(policy)
 
     def buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Named tensors, about `bucket_bytes` at a time. A bucket's tensors are valid until the next is asked for."""
@@ -84,6 +85,15 @@ class PolicyWeightSource:
 
 def _full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _adapter_units(policy: Policy) -> list[_Unit]:
+    """The A and B of every adapted layer; the names of the base model are those inside peft's wrapper."""
+    return [
+        _Unit(f"base_model.model.{name.replace('.default.weight', '.weight')}", parameter)
+        for name, parameter in policy.causal_lm.named_parameters()
+        if name.endswith((".lora_A.default.weight", ".lora_B.default.weight"))
+    ]
 
 
 def _units(policy: Policy) -> list[_Unit]:

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.checks import validate
 from orchestrator.config import Config, ConfigError
+from orchestrator.derived import learning_rate
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
@@ -42,8 +43,7 @@ def load(overrides: Sequence[str] = (), check: Callable[[Config], None] = valida
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_explain(error, overrides)) from error
     assert isinstance(config, Config)
-    check(config)
-    return config
+    return _checked(config, check)
 
 
 def changed(config: Config, overrides: Sequence[str], check: Callable[[Config], None] = validate) -> Config:
@@ -59,8 +59,14 @@ def changed(config: Config, overrides: Sequence[str], check: Callable[[Config], 
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, overrides)) from error
     assert isinstance(merged, Config)
-    check(merged)
-    return merged
+    return _checked(merged, check)
+
+
+def _checked(config: Config, check: Callable[[Config], None]) -> Config:
+    """Checked, and with a learning rate: what is written down is the figure that null stands for."""
+    check(config)
+    config.learner.learning_rate = learning_rate(config)
+    return config
 
 
 # What Hydra can't add to without «+», or at all where it is null: these overrides are merged in after it composed.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from learner.group_relative import GROUP_RELATIVE
 from orchestrator.config import Config, ConfigError
-from orchestrator.model_shape import ModelShape
 from orchestrator.prompts import Prompt
 from orchestrator.sampling_types import Member, OnLate, OnStarved, QueueSettings
 from reward_workers.function import RewardFunctionError, load_function
@@ -15,8 +14,8 @@ from reward_workers.function import RewardFunctionError, load_function
 if TYPE_CHECKING:
     from orchestrator.prepare import Prepared
 
-# Measured with scripts/bench_learner.py on a CPU.
-MASKED_ATTENTION_SLOWER = 3.0
+FULL_LEARNING_RATE = 1e-6
+LORA_LEARNING_RATE = 1e-5
 PROBE_TEXTS = 2
 PROBE_TOKENS = 64
 
@@ -49,11 +48,11 @@ def _loaded_filter(path: str) -> Callable[[Sequence[Member]], bool]:
         raise ConfigError(f"sampling.keep={path}: {error}") from error
 
 
-def prefix_sharing(prepared: Prepared) -> tuple[bool, float]:
-    """Whether a group's prompt may be computed once for several answers, and the `pair_cost` of `learner.batch.plan_updates`.
+def prefix_sharing(prepared: Prepared) -> bool:
+    """Whether what a group's answers share is computed once; null stands for wherever that can be.
 
-    Not where a model carries state from token to token. With learner.share_prefixes=true it is always done: attention counts
-    as free then.
+    It can't where a model carries state from token to token. Elsewhere nothing is lost by it: neither in the layers nor in
+    attention is any work done twice or for nothing (`learner.attention`).
     """
     from transformers import AutoConfig
 
@@ -66,25 +65,25 @@ def prefix_sharing(prepared: Prepared) -> tuple[bool, float]:
             f"learner.share_prefixes=true: the model has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}, in which "
             "answers that share a row would see each other; leave it at null or set false"
         )
-    if wanted is None:
-        return possible, attention_pair_cost(prepared.model_path) if possible else 0.0
-    return wanted, 0.0
-
-
-def attention_pair_cost(model_path: str) -> float:
-    """What it costs a token to attend to another, as a share of what the token itself costs in the linear layers.
-
-    Of floating-point operations: 4 x layers x width over 2 x parameters, times what attention with a mask loses against a
-    matrix product.
-    """
-    shape = ModelShape.of(model_path)
-    return 2 * shape.layers * shape.queries / shape.parameters * MASKED_ATTENTION_SLOWER
+    return possible if wanted is None else wanted
 
 
 def probe_texts(prepared: Prepared) -> list[list[int]]:
     """The first prompts' tokens: fixed for the run, and text the policy cares about."""
     prompts: list[Prompt] = [prepared.train[0].prompt(i, 0) for i in range(min(PROBE_TEXTS, len(prepared.train[0])))]
     return [prepared.chat.prompt_ids(prompt.messages)[-PROBE_TOKENS:] for prompt in prompts]
+
+
+def learning_rate(config: Config) -> float:
+    """learner.learning_rate, or what null stands for.
+
+    1e-6 is what published runs with full fine-tuning use. An adapter learns best at ten times the rate of full fine-tuning
+    (LoRA Without Regret), whatever its rank: it is scaled by alpha / rank.
+    """
+    given = config.learner.learning_rate
+    if given is not None:
+        return given
+    return LORA_LEARNING_RATE if config.model.lora.rank else FULL_LEARNING_RATE
 
 
 def derived_sizes(config: Config, version: int) -> list[tuple[str, str]]:
@@ -106,11 +105,14 @@ def derived_sizes(config: Config, version: int) -> list[tuple[str, str]]:
         ("engines", f"{config.rollout.replicas} x tensor parallel {config.rollout.tensor_parallel_size}"),
         (
             "learner",
-            f"{config.learner.ranks} rank(s), ZeRO-{config.learner.zero_stage}, lr {config.learner.learning_rate:g}",
+            f"{config.learner.ranks} rank(s), ZeRO-{config.learner.zero_stage}, lr {learning_rate(config):g}",
         ),
     ]
 
 
 def _tuning(config: Config) -> str:
     lora = config.model.lora
-    return f"LoRA rank {lora.rank}" if lora.rank else "full fine-tuning"
+    if not lora.rank:
+        return "full fine-tuning"
+    how = "served as an adapter" if config.rollout.weights.transport == "lora" else "merged"
+    return f"LoRA rank {lora.rank}, {how}"

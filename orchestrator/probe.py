@@ -17,7 +17,10 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-CANARY_CHANGE_NATS = 0.3  # mean |change| that the perturbation must cause, far above any noise
+CANARY_CHANGE_NATS = 0.3  # mean |change| that the perturbation is to cause, far above any noise
+# Enough where it grows no further: the logits of a small random model have a limit that layers below its head can't move.
+CANARY_LEAST_CHANGE_NATS = 0.1
+CANARY_GROWS = 1.1  # times the change of a perturbation a third as large
 CANARY_ROUNDS = 6
 CANARY_MAX_GAP = 0.35  # of the learner's mean change; an engine with an old head misses most of it
 RELATIVE_GAP = 0.25  # of the learner's mean change, on top of the noise
@@ -81,17 +84,19 @@ class Probe:
 
         Raises WeightsDiverged naming the engine that did not. The noise found sets the limit of later probes.
         """
-        scale = 0.1
+        scale, before = 0.1, 0.0
         for _ in range(CANARY_ROUNDS):
             await self._learner.perturb(scale, seed)
             change = np.concatenate(await self._learner.logprobs(self._sequences)) - self._learner_base
-            if np.abs(change).mean() >= CANARY_CHANGE_NATS:
+            moved_by = float(np.abs(change).mean())
+            if moved_by >= CANARY_CHANGE_NATS or CANARY_LEAST_CHANGE_NATS <= moved_by < CANARY_GROWS * before:
                 break
             await self._learner.restore()
-            scale *= 3
+            scale, before = scale * 3, moved_by
         else:
             raise WeightsDiverged(
-                f"the canary could not move the learner's own logprobs by {CANARY_CHANGE_NATS} nats; is anything trainable?"
+                f"the canary could not move the learner's own logprobs by {CANARY_CHANGE_NATS} nats (last by {before:.3f}); is "
+                "anything trainable?"
             )
         try:
             await publish()

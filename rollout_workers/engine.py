@@ -8,6 +8,9 @@ A request's `cache_salt` is the version it was dispatched under, so its prompt n
 version. Requests in flight survive an update (`pause` keeps them) and go on under the new weights, either with the keys
 and values that they have or, with `recompute_kv`, with new ones of the whole text.
 
+An engine with an adapter (`AdapterSettings`) serves the base model that it is started with and one LoRA adapter, which every
+request names, and an update replaces the adapter alone. Before the first one the adapter is zero.
+
 `park` interrupts requests: each returns what was sampled so far, complete with logprobs and versions, and leaves nothing
 in the engine. An answer is finished or parked; one that the engine itself gave up is an error.
 """
@@ -43,8 +46,17 @@ DEATH_CHECK_S = 0.2
 
 
 @dataclass(frozen=True)
+class AdapterSettings:
+    """A LoRA adapter on `modules`, the names of layers in the Hugging Face model; it adds alpha / rank x B A to them."""
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is started with. `transport` is `shared_memory` or `nccl`."""
+    """What an engine is started with. `transport` is `shared_memory` or `nccl`; an adapter travels through shared memory."""
 
     model_path: str
     dtype: str
@@ -58,7 +70,9 @@ class EngineSettings:
     gpu_memory_utilization: float = 0.85
     enforce_eager: bool = True
     takes_turns: bool = False  # shares its device with the learner: gives its memory back while that works
+    fp32_head: bool = False  # logits in float32 whatever `dtype` is
     recompute_kv: bool = False  # at an update, recompute keys and values of requests in flight under the new weights
+    adapter: AdapterSettings | None = None  # None: updates bring the weights of the whole model
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -84,6 +98,10 @@ class UpdateReport:
     pause_s: float
 
 
+class AdapterNotServed(ValueError):
+    """vLLM can't put the adapter on some of its layers; the message names them."""
+
+
 class EngineDied(RuntimeError):
     """The engine process is gone; the actor around it is of no more use."""
 
@@ -102,10 +120,11 @@ class Engine:
         self._settings = settings
         self._probe_numbers = itertools.count()
         self._requests: set[_Request] = set()
+        self._lora_request: Any = None
         self.version = 0
 
     async def start(self, version: int) -> None:
-        """Start the engine; its weights count as `version` until the first update."""
+        """Start the engine; its weights count as `version` until the first update. Raises AdapterNotServed."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -124,10 +143,14 @@ class Engine:
             "scheduling_policy": "priority",
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # never a model's own top_p or temperature
-            "weight_transfer_config": {"backend": NCCL_BACKEND if s.transport == "nccl" else SHARED_MEMORY_BACKEND},
             "worker_extension_cls": ENGINE_EXTENSION,
             "disable_log_stats": True,
         }
+        if s.adapter is None:
+            backend = NCCL_BACKEND if s.transport == "nccl" else SHARED_MEMORY_BACKEND
+            options["weight_transfer_config"] = {"backend": backend}
+        else:
+            options |= _adapter_options(s.adapter)
         if s.device == "cpu":
             options["block_size"] = CPU_BLOCK_TOKENS
             # A seeded request whose prefill is cut into chunks kills vLLM 0.32's CPU engine.
@@ -139,9 +162,25 @@ class Engine:
         if kv_cache_mib is not None:
             options["kv_cache_memory_bytes"] = kv_cache_mib * 2**20
         options.update(s.engine_options)
+        if s.fp32_head:
+            options["hf_overrides"] = {**options.get("hf_overrides", {}), "head_dtype": "float32"}
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
         await self._llm.update_weight_version(str(version))
+        if s.adapter is not None:
+            await self._begin_adapter(s.adapter)
         self.version = version
+
+    async def _begin_adapter(self, adapter: AdapterSettings) -> None:
+        from rollout_workers.weights.adapter import request
+
+        answers = await self._llm.collective_rpc("headway_begin_adapter", args=(list(adapter.modules),))
+        if missing := sorted(set().union(*answers)):
+            raise AdapterNotServed(
+                f"model.lora.targets: vLLM's class for {self._settings.model_path} can't serve an adapter on "
+                f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; adapt other layers, or "
+                "let the adapter be merged (rollout.weights.transport=auto)"
+            )
+        self._lora_request = request()
 
     async def generate(
         self,
@@ -244,7 +283,9 @@ class Engine:
 
         final = None
         try:
-            async for output in self._llm.generate(prompt, parameters, name, priority=priority):
+            async for output in self._llm.generate(
+                prompt, parameters, name, priority=priority, lora_request=self._lora_request
+            ):
                 final = output
         except EngineDeadError as error:
             raise EngineDied("the vLLM engine process died") from error
@@ -298,11 +339,19 @@ class Engine:
 
         # Keys and values of the old version stay for the requests in flight; new requests can't meet them (salt).
         await self._llm.pause_generation(mode="keep", clear_cache=False)
-        await self._llm.start_weight_update()
-        for info in update_infos:
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
-        received: Sequence[Mapping[str, int]] = await self._llm.collective_rpc("headway_received")
-        await self._llm.finish_weight_update(weight_version=str(version))
+        received: Sequence[Mapping[str, int]]
+        if (adapter := self._settings.adapter) is not None:
+            buckets = [dict(info) for info in update_infos]
+            received = await self._llm.collective_rpc(
+                "headway_install_adapter", args=(buckets, adapter.rank, adapter.alpha)
+            )
+            await self._llm.update_weight_version(str(version))
+        else:
+            await self._llm.start_weight_update()
+            for info in update_infos:
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
+            received = await self._llm.collective_rpc("headway_received")
+            await self._llm.finish_weight_update(weight_version=str(version))
         if self._settings.recompute_kv:
             await self._drop_keys_and_values()
         self.version = version
@@ -326,3 +375,18 @@ class Engine:
     async def close(self) -> None:
         self._llm.shutdown(timeout=1.0)  # the CPU engine's process never ends by itself, and holds nothing of value
         await asyncio.sleep(0)  # let cancelled output tasks end
+
+
+def _adapter_options(adapter: AdapterSettings) -> dict[str, Any]:
+    """vLLM's engine arguments for one adapter, which is always there."""
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank),
+        # Else vLLM also prepares and computes the layers that have none, the output head among them.
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapter.modules}),
+    }

@@ -6,13 +6,15 @@ reads through `EngineExtension` and returns to the orchestrator for comparison w
 - `headway_shared_memory` reads buckets that the rollout actor prepared (`spool.py`); any device, no NCCL.
 - `headway_nccl` is vLLM's own NCCL engine; only the checksum is ours.
 
+An adapter's tensors come the first way, and `adapter.install` takes them.
+
 Runs inside vLLM's engine process; registered there by `vllm_plugin.register`.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rollout_workers.weights import adapter
 from rollout_workers.weights.bucket import Slot, unpack
 from rollout_workers.weights.manifest import checksum
 
@@ -43,6 +46,15 @@ class _Recorder:
         for name, tensor in weights:
             self._received[name] = checksum(tensor)
             yield name, tensor
+
+
+def _mapped(path: str, slots: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a bucket that the rollout actor prepared, without a copy."""
+    with open(path, "rb") as file:
+        # A private writable map: torch wants writable memory, the file is never written.
+        mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    data = torch.frombuffer(mapped, dtype=torch.uint8)
+    return unpack([Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in slots], data)
 
 
 def refresh_packed_head(model: torch.nn.Module) -> None:
@@ -87,13 +99,8 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        slots = [Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in update_info.slots]
-        with open(update_info.path, "rb") as file:
-            # A private writable map: torch wants writable memory, the file is never written.
-            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        data = torch.frombuffer(mapped, dtype=torch.uint8)
         _Recorder(self.model, self.received).load_weights(
-            (name, tensor.to(self.device)) for name, tensor in unpack(slots, data)
+            (name, tensor.to(self.device)) for name, tensor in _mapped(update_info.path, update_info.slots)
         )
 
     def finish_weight_update(self) -> None:
@@ -134,3 +141,14 @@ class EngineExtension:
     def headway_received(self) -> dict[str, int]:
         """Checksums of what the last update delivered to this worker, by tensor name."""
         return self.weight_transfer_engine.received  # type: ignore[attr-defined]
+
+    def headway_begin_adapter(self, modules: Collection[str]) -> list[str]:
+        """Before the first request of an engine with an adapter; see `adapter.begin`."""
+        return adapter.begin(self.model_runner.lora_manager, modules)  # type: ignore[attr-defined]
+
+    def headway_install_adapter(self, buckets: Sequence[Mapping[str, Any]], rank: int, alpha: float) -> dict[str, int]:
+        """Replace the adapter by the one in the buckets (`Spool.update_infos`); checksums of what arrived, by tensor name."""
+        tensors = dict(item for bucket in buckets for item in _mapped(bucket["path"], bucket["slots"]))
+        received = {name: checksum(tensor) for name, tensor in tensors.items()}  # vLLM scales them in place
+        adapter.install(self.model_runner.lora_manager, tensors, rank=rank, alpha=alpha)  # type: ignore[attr-defined]
+        return received

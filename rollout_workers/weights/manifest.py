@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_COLUMNS = 4096
+_COLUMNS = 1024
+_WORD_BYTES = 8
 
 
 class WeightsNotDelivered(RuntimeError):
@@ -68,32 +69,41 @@ class Manifest:
 def checksum(tensor: torch.Tensor) -> int:
     """A position-sensitive 64-bit checksum of a tensor's bytes.
 
-    The bytes, read as 16-bit words in rows of 4096, are summed over rows and over columns, and both sums are
-    dotted with odd pseudo-random weights (arithmetic modulo 2^64): any changed word changes the result, and so
-    does any exchange of two different words. Two passes at memory speed, on the tensor's own device.
+    The bytes, read as 64-bit words in rows of 1024, are summed over rows and over columns (modulo 2^64): any changed word changes
+    two of these sums, and so does any exchange of two different words. Each sum is hashed together with its place. Two passes
+    at memory speed, on the tensor's own device.
     """
     import torch
 
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if raw.numel() % 2:
-        raw = torch.nn.functional.pad(raw, (0, 1))
-    words = raw.view(torch.int16)
+    size = raw.numel()
+    if size % _WORD_BYTES or raw.storage_offset() % _WORD_BYTES:  # a copy that can be read as words
+        raw = torch.nn.functional.pad(raw, (0, -size % _WORD_BYTES))
+    words = raw.view(torch.int64)
     full = words.numel() // _COLUMNS * _COLUMNS
-    total = torch.full((), raw.numel(), dtype=torch.int64, device=words.device)  # zeros of another size differ
+    total = torch.full((), size, dtype=torch.int64, device=words.device)  # zeros of another size differ
     for part in (words[:full].view(-1, _COLUMNS), words[full:].view(1, -1)):
         if part.numel():
-            rows, columns = part.shape
-            total = total * 1000003 + (part.sum(1, dtype=torch.int64) * _weights(rows, part.device)).sum()
-            total = total * 1000003 + (part.sum(0, dtype=torch.int64) * _weights(columns, part.device)).sum()
+            for dimension in (1, 0):
+                total = total * 1000003 + _hashed(part.sum(dimension)).sum()
     return int(total.item()) & (2**64 - 1)
 
 
+def _hashed(sums: torch.Tensor) -> torch.Tensor:
+    """Each number (int64 [N]) with its place in it: one to one, and with every bit spread over all (as in SplitMix64)."""
+    hashed = sums ^ _places(len(sums), sums.device)
+    for multiplier in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):  # SplitMix64's two, as signed numbers
+        hashed = hashed * multiplier
+        hashed = hashed ^ (hashed >> 32 & 0xFFFFFFFF)
+    return hashed
+
+
 @lru_cache(maxsize=64)
-def _weights(count: int, device: torch.device) -> torch.Tensor:
+def _places(count: int, device: torch.device) -> torch.Tensor:
     import torch
 
     generator = torch.Generator().manual_seed(20_11)
-    return (torch.randint(0, 2**62, (count,), generator=generator) | 1).to(device)
+    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator).to(device)
 
 
 def _numel(shape: Sequence[int]) -> int:

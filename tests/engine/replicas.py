@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_workers.engine import PARKED, Answer, Engine, EngineSettings, UpdateReport
+from rollout_workers.engine import PARKED, AdapterSettings, Answer, Engine, EngineSettings, UpdateReport
 from rollout_workers.trajectory import Trajectory
 from rollout_workers.worker import MemberReport, RolloutReport, RolloutRequest, RolloutWorker
 
@@ -43,6 +43,10 @@ class Replica(RolloutWorker):
 
     async def load(self, version: int, update_infos: Sequence[Mapping[str, Any]]) -> UpdateReport:
         return await self._engine.update(version, update_infos)
+
+    async def begin_adapter(self, adapter: AdapterSettings) -> None:
+        """As at the start of an engine with this adapter."""
+        await self._engine._begin_adapter(adapter)
 
     async def cached_tokens(self, names: Collection[str]) -> list[int]:
         return [self._engine.cached[name] for name in names]

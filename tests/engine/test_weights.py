@@ -184,6 +184,49 @@ def test_the_next_whole_broadcast_mends_what_an_incomplete_one_left(train: RunHe
     assert np.abs(engine - learner).max() < 1e-4
 
 
+@pytest.fixture(scope="module")
+def train_adapter(start: Callable[..., RunHere]) -> RunHere:
+    """One engine and one rank, where the adapter alone travels, and the engine serves the base model with it."""
+    return start("model.lora.rank=4", "rollout.weights.transport=lora")
+
+
+def test_an_adapter_alone_arrives_and_is_computed_with(train_adapter: RunHere, tmp_path: Path) -> None:
+    before, engine_before = train_adapter.logprobs()
+    assert np.abs(engine_before - before).max() < 1e-4
+    records = train_adapter(tmp_path, batches=3, canary=True)
+    after, engine_after = train_adapter.logprobs()
+    assert np.abs(after - before).mean() > 0.02
+    assert np.abs(engine_after - after).max() < 1e-4
+    for record in records:
+        assert record["weights/probe_gap"] < 1e-4 < record["weights/probe_learner_change"]
+        assert record["weights/sent_mib"] < 0.2  # the model has 2.2
+        assert abs(record["mismatch/ratio_max"] - 1) < 1e-3
+
+
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_an_adapters_tensor_that_is_missing_or_damaged_stops_the_run_with_its_name(
+    train_adapter: RunHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, half: str
+) -> None:
+    name = f"base_model.model.model.layers.1.mlp.up_proj.{half}.weight"
+    for change, message in (
+        (without, f"version 1: rollout-0 did not receive tensor '{name}'"),
+        (damaged, f"version 1: rollout-0 received tensor '{name}' damaged"),
+    ):
+        with monkeypatch.context() as patch:
+            tamper(patch, train_adapter, lambda bucket, change=change: change(bucket, name))  # type: ignore[misc]
+            with pytest.raises(WeightsNotDelivered, match=message):
+                train_adapter(tmp_path / change.__name__, batches=2)
+
+
+def test_the_next_whole_adapter_mends_what_an_incomplete_one_left(
+    train_adapter: RunHere, runner: asyncio.Runner
+) -> None:
+    assert train_adapter.cluster.learner is not None
+    runner.run(train_adapter.cluster.rollouts.broadcast(train_adapter.cluster.learner, 5))
+    learner, engine = train_adapter.logprobs()
+    assert np.abs(engine - learner).max() < 1e-4
+
+
 def test_canary_and_probe_catch_an_engine_that_keeps_its_old_head(
     start: Callable[..., RunHere], tmp_path: Path
 ) -> None:

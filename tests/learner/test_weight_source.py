@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.export import export_folder
+from learner.export import export_adapter, export_folder
 from learner.policy import Policy, PolicySettings
 from learner.weight_source import PolicyWeightSource
 
@@ -146,3 +146,30 @@ def test_tied_heads_stay_tied(tiny_path: str, tmp_path: Path) -> None:
     found = contents(PolicyWeightSource(policy, zero_stage=0, bucket_bytes=HUGE))
     assert "lm_head.weight" not in found
     assert torch.equal(found["model.embed_tokens.weight"], policy.model.get_output_embeddings().weight)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_alone_is_what_peft_saves(path: str, tmp_path: Path, dtype: str) -> None:
+    """Its file loads in peft, and the base with it computes what the policy computes."""
+    from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
+
+    policy = moved(Policy(PolicySettings(path, dtype, lora_rank=4, lora_alpha=12.0)))
+    source = PolicyWeightSource(policy, zero_stage=0, bucket_bytes=20_000, adapter=True)
+    found = contents(source)
+    torch.testing.assert_close(found, get_peft_model_state_dict(policy.model))
+    assert len(list(source.buckets())) > 1
+    assert [name for name, _, _ in source.metadata()] == list(found)
+
+    written = export_adapter(policy, source, path, tmp_path / "adapter", write=True)
+    assert sorted(written) == sorted(file.name for file in (tmp_path / "adapter").iterdir())
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=getattr(torch, dtype))
+    ids = torch.tensor([[1, 5, 9, 200, 31]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, policy.model(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_a_rank_that_does_not_write_leaves_no_file(tiny_path: str, tmp_path: Path) -> None:
+    policy = Policy(PolicySettings(tiny_path, "float32", lora_rank=4))
+    source = PolicyWeightSource(policy, zero_stage=0, bucket_bytes=HUGE, adapter=True)
+    assert export_adapter(policy, source, tiny_path, tmp_path / "adapter", write=False) == []
+    assert not (tmp_path / "adapter").exists()

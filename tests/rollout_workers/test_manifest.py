@@ -12,7 +12,7 @@ from rollout_workers.weights.manifest import Manifest, TensorRecord, WeightsNotD
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
-# Around the edges of the rows of 4096 words (8192 bytes) that a checksum is computed in.
+# Around the edges of the rows of 1024 words (8192 bytes) that a checksum is computed in.
 SIZES = st.one_of(
     st.integers(1, 300), st.sampled_from([8190, 8191, 8192, 8193, 8194, 16384, 16389, 3 * 8192, 5 * 8192 + 77])
 )
@@ -42,6 +42,20 @@ def test_any_exchange_of_two_words_changes_it(words: int, seed: int, data: st.Da
     assume(swapped[one] != swapped[other])
     swapped[one], swapped[other] = swapped[other].clone(), swapped[one].clone()
     assert checksum(swapped) != checksum(original)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_exchanged_signs_change_it(data: st.DataObject) -> None:
+    """The highest bits of words, of which sums modulo a power of two lose most; also in one column of the rows."""
+    tensor = torch.ones(5 * 8192 // 2).bfloat16()
+    places = st.integers(0, len(tensor) - 1)
+    tensor[data.draw(st.lists(places, min_size=1, max_size=20))] = -1.0
+    one = data.draw(places)
+    for other in {data.draw(places), (one + 4096) % len(tensor)}:
+        swapped = tensor.clone()
+        swapped[one], swapped[other] = tensor[other], tensor[one]
+        assert (checksum(swapped) == checksum(tensor)) == torch.equal(swapped, tensor)
 
 
 @settings(deadline=None)
