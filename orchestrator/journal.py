@@ -91,6 +91,8 @@ TRAJECTORIES = pa.schema(
         pa.field("checker_value", pa.float64()),  # of reward.watch; null where it was not asked or not done yet
         _required("trained", pa.bool_()),  # False: in the batch, but left out of the loss
         pa.field("advantage", pa.float64()),  # null where it has none
+        pa.field("kl_coefficient", pa.float64()),  # of the batch, where it is adapted (algorithm.kl_target), else null
+        pa.field("entropy_coefficient", pa.float64()),  # likewise (algorithm.entropy_target)
         _required("temperature", pa.float64()),
         _required("sampling", _JSON),  # the other sampling parameters of the request
         _required("dispatched_at_version", pa.int64()),
@@ -128,7 +130,7 @@ class TrajectoryRow:
     to `optimizer_step_end` (exclusive). `trained` is False for a member that was left out of the loss (stale,
     masked, unscored), `advantage` None where it has none. `sampling` holds the request's parameters besides
     the temperature. Times are Unix seconds, None where a phase was never reached. `checker_value` is the verdict
-    of reward.watch where there was one by then.
+    of reward.watch where there was one by then. The coefficients are the batch's, None where they are not adapted.
 
     Raises ValueError, naming the trajectory, when the learner's logprobs are not as many as its tokens.
     """
@@ -148,6 +150,8 @@ class TrajectoryRow:
     scored_at: float | None = None
     trained_at: float | None = None
     checker_value: float | None = None
+    kl_coefficient: float | None = None
+    entropy_coefficient: float | None = None
 
     def __post_init__(self) -> None:
         expected = len(self.trajectory.token_ids)
@@ -239,6 +243,8 @@ def write_trajectories(
         "checker_value": [row.checker_value for row in rows],
         "trained": [row.trained for row in rows],
         "advantage": [row.advantage for row in rows],
+        "kl_coefficient": [row.kl_coefficient for row in rows],
+        "entropy_coefficient": [row.entropy_coefficient for row in rows],
         "temperature": [row.temperature for row in rows],
         "sampling": [_json(row.sampling) for row in rows],
         "dispatched_at_version": [row.dispatched_at_version for row in rows],

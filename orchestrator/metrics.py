@@ -204,6 +204,8 @@ CATALOGUE = (
         "mean KL to the reference policy by algorithm.kl_estimator over the trained tokens",
         "nats",
     ),
+    Metric("actor/kl_coefficient", "coefficient of the KL term in this batch's loss or rewards", "1"),
+    Metric("actor/entropy_coefficient", "coefficient of the entropy bonus in this batch's loss", "1"),
     Metric("actor/clip_ratio", "trained tokens whose gradient was removed by the loss's clipping", "share"),
     Metric("actor/masked_ratio", "trained tokens that algorithm.correction took out of the loss: weight 0", "share"),
     Metric("actor/selected_ratio", "trained tokens that algorithm.selection treats apart", "share"),

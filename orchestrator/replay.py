@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +28,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from learner.batch import MicroBatchTensors, build_tensors
 from learner.objective import Objective, micro_batch_loss
 from learner.rank_group import LearnerGroup
 from learner.survey import Survey
 from learner.tally import Tally
+from learner.tensors import MicroBatchTensors, build_tensors
 from learner.worker import LearnReport
 from orchestrator.algorithm import objective, per_token
 from orchestrator.batching import LearningPlan, plan_learning
@@ -94,19 +94,18 @@ class Replay:
         return found[0]
 
 
-def plan_of(config: Config, recorded: RecordedBatch, sharing: tuple[bool, float] = (False, 0.0)) -> LearningPlan:
+def plan_of(config: Config, recorded: RecordedBatch, share_prefixes: bool = False) -> LearningPlan:
     """The optimizer updates that the run's code makes of the batch.
 
-    `sharing` is what `orchestrator.derived.prefix_sharing` says. Without a forward pass it makes no difference.
+    `share_prefixes` is what `orchestrator.derived.prefix_sharing` says. Without a forward pass it makes no difference.
     """
-    share_prefixes, pair_cost = sharing
     return plan_learning(
         config,
         recorded.batch,
         recorded.flights,
         ranks=config.learner.ranks,
         share_prefixes=share_prefixes,
-        pair_cost=pair_cost,
+        coefficients=recorded.coefficients,
     )
 
 
@@ -188,7 +187,7 @@ def _learner_figures(
     config: Config, recorded: RecordedBatch, plan: LearningPlan, scored: Scored | None
 ) -> list[Figure]:
     """`actor/*` and `mismatch/*` of the record, in its order, but for what a backward pass or the schedule gives."""
-    a, composed = config.algorithm, objective(config.algorithm)
+    a, composed = config.algorithm, objective(config.algorithm).with_coefficients(recorded.coefficients)
     updates = len(plan.ranks[0].updates)
     stored = _metrics_of(stored_tally(config, recorded), updates)
     passed = {} if scored is None else _metrics_of(scored.tally, updates)
@@ -220,7 +219,13 @@ def _learner_figures(
 
 
 _OF_A_FORWARD_PASS = ("actor/entropy", "actor/kl_ref", "actor/selected_ratio")
-_NOT_OF_THE_LOSS = ("actor/grad_norm", "actor/lr", "actor/skipped_updates")
+_NOT_OF_THE_LOSS = (
+    "actor/grad_norm",
+    "actor/lr",
+    "actor/skipped_updates",
+    "actor/kl_coefficient",
+    "actor/entropy_coefficient",
+)
 
 
 def _beyond_the_journal(composed: Objective) -> list[str]:
@@ -261,7 +266,7 @@ def stored_tally(config: Config, recorded: RecordedBatch) -> Tally:
     # One rank does it all here: sums over the ranks are its own.
     plan = plan_of(dataclasses.replace(config, learner=dataclasses.replace(config.learner, ranks=1)), recorded)
     [of_rank] = plan.ranks
-    composed = objective(config.algorithm)
+    composed = objective(config.algorithm).with_coefficients(recorded.coefficients)
     composed = dataclasses.replace(
         composed, kl=None, selection=None, returns=None if composed.needs_reference else composed.returns
     )
@@ -273,7 +278,7 @@ def stored_tally(config: Config, recorded: RecordedBatch) -> Tally:
             logprobs[number, : len(values)] = values
         return logprobs, torch.zeros_like(logprobs)
 
-    def reference(batch: MicroBatchTensors) -> torch.Tensor:
+    def reference(batches: Iterable[MicroBatchTensors]) -> list[torch.Tensor]:
         raise AssertionError("nothing is left that needs it")
 
     survey = Survey(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from learner.batch import Coefficients
 from orchestrator.config import ConfigError
 from orchestrator.flight import Flight
 from orchestrator.journal import read_trajectories
@@ -44,6 +45,7 @@ class RecordedBatch:
     learner_logprobs: Mapping[Answer, np.ndarray]
     advantages: Mapping[Answer, float | None]
     optimizer_step: int  # after the batch
+    coefficients: Coefficients
     metrics: Mapping[str, float | None]
 
 
@@ -78,6 +80,7 @@ def read_batch(run_dir: Path, version: int) -> RecordedBatch:
         {_answer(row): _sampled(row) for row in rows if row["trained"]},
         {_answer(row): row["advantage"] for row in rows},
         rows[0]["optimizer_step_end"],
+        Coefficients(rows[0]["kl_coefficient"], rows[0]["entropy_coefficient"]),
         _metrics(run_dir, version + 1),
     )
 
