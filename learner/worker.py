@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from learner.batch import MicroBatchTensors, RankPlan, build_tensors, text_tensors
+from learner.batch import RankPlan
+from learner.settings import LearnerSettings, deepspeed_config, learning_rate, use_device
+from learner.tensors import MicroBatchTensors, build_tensors, text_tensors
 from rollout_workers.trajectory import Trajectory
 from rollout_workers.weights.bucket import Bucket, pack
 from rollout_workers.weights.manifest import Manifest, TensorRecord
@@ -30,35 +31,11 @@ from rollout_workers.weights.manifest import Manifest, TensorRecord
 if TYPE_CHECKING:
     import torch
 
-    from learner.objective import Objective
     from learner.perturbation import Perturbation
-    from learner.policy import PolicySettings
+    from learner.reference import Answer, Reference
     from learner.survey import Known, Survey
     from learner.tally import Tally
     from rollout_workers.weights.trainer_side import NCCLSender
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LearnerSettings:
-    """What every rank is started with. `total_optimizer_steps` is the length of the learning-rate schedule."""
-
-    policy: PolicySettings
-    objective: Objective
-    device: str
-    temperature: float
-    zero_stage: int
-    learning_rate: float
-    total_optimizer_steps: int
-    warmup_steps: int = 0
-    schedule: str = "constant"
-    weight_decay: float = 0.0
-    adam_betas: tuple[float, float] = (0.9, 0.999)
-    max_grad_norm: float = 1.0
-    offload: bool = False
-    threads: int | None = None
-    bucket_bytes: int = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -86,25 +63,6 @@ class LearnReport:
     optimizer_step: int  # so many updates were made since the run began
     model_tokens: int  # that went through the model, prompts and padding included
     peak_memory_bytes: int  # of the rank so far
-
-
-def learning_rate(settings: LearnerSettings, step: int) -> float:
-    """Of optimizer step `step` (from 0): linear warm-up, then the schedule down to 0 after the last step."""
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return settings.learning_rate
-    span = max(1, settings.total_optimizer_steps - settings.warmup_steps)
-    progress = min(1.0, (step - settings.warmup_steps) / span)
-    if settings.schedule == "linear":
-        return settings.learning_rate * (1 - progress)
-    return settings.learning_rate * (1 + math.cos(math.pi * progress)) / 2
-
-
-def _by_answer(batch: MicroBatchTensors, logprobs: torch.Tensor) -> dict[tuple[str, int], np.ndarray]:
-    """Logprobs [R, L] of each answer's sampled tokens by (group id, index)."""
-    values, sampled = logprobs.cpu().numpy(), batch.response_mask.cpu().numpy()
-    return {(row.group_id, row.index): values[i][sampled[i]] for i, row in enumerate(batch.rows)}
 
 
 def _not_finite(batch: MicroBatchTensors, logprobs: torch.Tensor) -> list[tuple[str, int]]:
@@ -147,11 +105,7 @@ class LearnerRank:
         from learner.weight_source import PolicyWeightSource
 
         s = self._settings
-        if s.threads is not None:
-            torch.set_num_threads(s.threads)
-        self._device = torch.device("cuda", 0) if s.device == "gpu" else torch.device("cpu")
-        if s.device == "gpu":
-            torch.cuda.set_device(self._device)
+        self._device = use_device(s)
         # Without `device_id`: with it, NCCL weight transfer to engines has been reported to hang.
         dist.init_process_group(
             "nccl" if s.device == "gpu" else "gloo",
@@ -165,15 +119,26 @@ class LearnerRank:
         policy = Policy(s.policy)
         trainable = [p for p in policy.parameters() if p.requires_grad]
         count = sum(p.numel() for p in trainable)
-        optimizer = torch.optim.AdamW(trainable, lr=s.learning_rate, betas=s.adam_betas, weight_decay=s.weight_decay)
+        optimizer = torch.optim.AdamW(
+            trainable,
+            lr=s.learning_rate,
+            betas=s.adam_betas,
+            weight_decay=s.weight_decay,
+            fused=True,  # one pass over weights and moments instead of eight
+        )
         self._engine, *_ = deepspeed.initialize(
-            model=policy, optimizer=optimizer, config=self._deepspeed_config(), dist_init_required=False
+            model=policy, optimizer=optimizer, config=deepspeed_config(self._settings), dist_init_required=False
         )
         self._policy = policy
         if s.zero_stage == 3 and self._ranks > 1:
             policy.agree = self._most_of_ranks
         self._reference = self._load_reference()
         self._source = PolicyWeightSource(policy, zero_stage=s.zero_stage, bucket_bytes=s.bucket_bytes)
+        self._adapter: PolicyWeightSource | None = None
+        if policy.is_lora:
+            self._adapter = PolicyWeightSource(
+                policy, zero_stage=s.zero_stage, bucket_bytes=s.bucket_bytes, adapter=True
+            )
         return count
 
     def device_bytes(self) -> int:
@@ -184,50 +149,49 @@ class LearnerRank:
             return torch.cuda.get_device_properties(self._device).total_memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    def _deepspeed_config(self) -> dict[str, Any]:
+    def _load_reference(self) -> Reference | None:
+        """The frozen initial policy for a KL term where it lives in the ranks; a LoRA policy is its own (adapters off)."""
         s = self._settings
-        zero: dict[str, Any] = {"stage": s.zero_stage}
-        if s.offload:
-            zero["offload_optimizer"] = {"device": "cpu"}
-            if s.zero_stage == 3:
-                zero["offload_param"] = {"device": "cpu"}
-        return {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,  # driven by hand, see `_update`
-            "zero_optimization": zero,
-            "bf16": {"enabled": s.policy.dtype == "bfloat16"},
-            "gradient_clipping": s.max_grad_norm,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own needs a compiler at run time
-            "steps_per_print": 10**9,
-        }
-
-    def _load_reference(self) -> torch.nn.Module | None:
-        """The frozen initial policy for a KL term; a LoRA policy is its own (adapters off)."""
-        if not self._settings.objective.needs_reference or self._policy.is_lora:
+        if not s.objective.needs_reference or s.reference == "own":
             return None
+        import deepspeed
+
         from learner.policy import Policy
+        from learner.reference import forward_passes, visiting
 
-        reference = Policy(dataclasses.replace(self._settings.policy, gradient_checkpointing=False))
-        return reference.to(self._device).requires_grad_(False)
+        if self._policy.is_lora:
+            return forward_passes(self._engine, s.temperature, self._policy.as_reference)
+        model = Policy(dataclasses.replace(s.policy, gradient_checkpointing=False)).requires_grad_(False)
+        if s.zero_stage == 3:
+            model.agree = self._policy.agree
+            zero = {"stage": 3} | ({"offload_param": {"device": "cpu"}} if s.reference == "offload" else {})
+            config = deepspeed_config(self._settings) | {
+                "zero_optimization": zero
+            }  # without an optimizer it only shards
+            engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+            return forward_passes(engine, s.temperature)
+        if s.reference == "offload":
+            return forward_passes(model, s.temperature, lambda: visiting(model, self._device))
+        return forward_passes(model.to(self._device), s.temperature)
 
-    def learn(
-        self, plan: RankPlan, *payloads: Sequence[Trajectory]
-    ) -> tuple[LearnReport, dict[tuple[str, int], np.ndarray]]:
-        """Perform the plan's optimizer updates. `payloads` are in the order of `plan.payloads`.
+    def learn(self, plan: RankPlan, *data: Any) -> tuple[LearnReport, dict[Answer, np.ndarray]]:
+        """Perform the plan's optimizer updates.
+
+        `data` are the payloads in the order of `plan.payloads`; behind them, where reference actors have scored them, what these
+        found of each payload.
 
         An update whose gradient is not finite changes nothing, on any rank, and is reported as skipped.
 
         Returns the report and, apart from it because it is as large as the batch, the logprobs of each answer by (group
         id, index), float32 [sampled tokens]: of the first forward pass over it.
         """
+        from learner.reference import by_answer
         from learner.tally import Tally
 
-        data = dict(zip(plan.payloads, payloads, strict=True))
         tally, norms, rates = Tally(), [], []
         skipped: list[SkippedUpdate] = []
-        first_logprobs: dict[tuple[str, int], np.ndarray] = {}
-        survey = self._survey(plan, data)
+        first_logprobs: dict[Answer, np.ndarray] = {}
+        survey = self._survey(plan, *data)
         tokens = 0
         for epoch, (update, micro_batches) in itertools.product(range(plan.epochs), enumerate(plan.updates)):
             rate = learning_rate(self._settings, self._optimizer_step)
@@ -244,7 +208,7 @@ class LearnerRank:
                 survey.saw((update, number), logprobs)
                 if epoch == 0:
                     before = known.proximal_logprobs
-                    first_logprobs |= _by_answer(batch, logprobs if before is None else before)
+                    first_logprobs |= by_answer(batch, logprobs if before is None else before)
             norm = self._step(rate)
             if norm is None:
                 skipped.append(SkippedUpdate(epoch * len(plan.updates) + update, tuple(not_finite)))
@@ -264,19 +228,19 @@ class LearnerRank:
         )
         return report, first_logprobs
 
-    def score(self, plan: RankPlan, *payloads: Sequence[Trajectory]) -> tuple[Tally, dict[tuple[str, int], np.ndarray]]:
+    def score(self, plan: RankPlan, *data: Any) -> tuple[Tally, dict[Answer, np.ndarray]]:
         """One forward pass over every answer of the plan under the present weights; nothing is learned.
 
-        Returns what `learn` would count in such a pass, the loss included, and the logprobs as `learn` does.
+        Returns what `learn` would count in such a pass, the loss included, and the logprobs as `learn` does; `data` as there.
         """
         import torch
 
+        from learner.reference import by_answer
         from learner.tally import Tally
 
-        data = dict(zip(plan.payloads, payloads, strict=True))
         tally = Tally()
-        found: dict[tuple[str, int], np.ndarray] = {}
-        survey = self._survey(plan, data)
+        found: dict[Answer, np.ndarray] = {}
+        survey = self._survey(plan, *data)
         for update, micro_batches in enumerate(plan.updates):
             survey.begin(update, self._optimizer_step)
             for place in ((update, number) for number in range(len(micro_batches))):
@@ -284,18 +248,25 @@ class LearnerRank:
                 with torch.no_grad():
                     _, logprobs, counted = self._loss(batch, plan, survey.known(place), first_pass=True)
                 tally.merge(counted)
-                found |= _by_answer(batch, logprobs)
+                found |= by_answer(batch, logprobs)
         return tally, found
 
-    def _survey(self, plan: RankPlan, data: Mapping[int, Sequence[Trajectory]]) -> Survey:
+    def _survey(self, plan: RankPlan, *data: Any) -> Survey:
+        """See `learn`."""
+        from learner.reference import looked_up
         from learner.survey import Survey
 
+        count = len(plan.payloads)
+        payloads: dict[int, Sequence[Trajectory]] = dict(zip(plan.payloads, data[:count], strict=True))
+        reference = self._reference
+        if reference is None:
+            reference = looked_up({answer: of_it for found in data[count:] for answer, of_it in found.items()})
         return Survey(
-            self._settings.objective,
+            self._settings.objective.with_coefficients(plan.coefficients),
             plan,
-            tensors=lambda micro_batch: build_tensors(micro_batch, data).to(self._device),
+            tensors=lambda micro_batch: build_tensors(micro_batch, payloads).to(self._device),
             forward=lambda batch: self._engine(batch, self._settings.temperature),
-            reference=self._reference_logprobs,
+            reference=reference,
             total=self._over_ranks,
         )
 
@@ -347,12 +318,10 @@ class LearnerRank:
         """One forward pass: the loss, the logprobs and the tally of a micro-batch."""
         from learner.objective import micro_batch_loss
 
-        ref_logprobs = known.ref_logprobs
-        if self._settings.objective.kl is not None:
-            ref_logprobs = self._reference_logprobs(batch)
+        objective = self._settings.objective.with_coefficients(plan.coefficients)
         logprobs, entropy = self._engine(batch, self._settings.temperature)
         loss, tally = micro_batch_loss(
-            self._settings.objective,
+            objective,
             batch,
             logprobs,
             entropy,
@@ -360,7 +329,7 @@ class LearnerRank:
             max_staleness=plan.max_staleness,
             first_pass=first_pass,
             proximal_logprobs=known.proximal_logprobs,
-            ref_logprobs=ref_logprobs,
+            ref_logprobs=known.ref_logprobs,
             selected=known.selected,
         )
         return loss, logprobs, tally
@@ -388,15 +357,6 @@ class LearnerRank:
         gradients = [p.grad for p in self._policy.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
 
-    def _reference_logprobs(self, batch: MicroBatchTensors) -> torch.Tensor:
-        import torch
-
-        with torch.no_grad():
-            if self._reference is None:
-                with self._policy.as_reference():
-                    return self._engine(batch, self._settings.temperature)[0]
-            return self._reference(batch, self._settings.temperature)[0]
-
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
         """Logprobs of tokens 1… of each sequence under the current weights: a list of float32 [T-1]."""
         import torch
@@ -407,9 +367,10 @@ class LearnerRank:
         return [logprobs[i, : len(ids) - 1].cpu().numpy() for i, ids in enumerate(sequences)]
 
     def export_weights(self, version: int) -> Iterator[Bucket | Manifest]:
-        """The policy as buckets, then the manifest. All ranks iterate; only rank 0 yields anything."""
+        """The policy (or its adapter) as buckets, then the manifest. All ranks iterate; only rank 0 yields anything."""
         records: list[TensorRecord] = []
-        for named in self._source.buckets():
+        source = self._adapter if self._settings.send_adapter and self._adapter is not None else self._source
+        for named in source.buckets():
             if self._rank == 0:
                 records.extend(TensorRecord.of(name, tensor) for name, tensor in named)
                 yield pack(named)
@@ -450,9 +411,9 @@ class LearnerRank:
         self._perturbation = None
 
     def save(self, folder: str) -> list[str]:
-        """Write weights, optimizer, step and RNG under `folder`; all ranks call it. The names this rank wrote.
+        """Write weights, optimizer, step and RNG under `folder`, and a LoRA policy's `adapter/`; all ranks call it.
 
-        Raises OSError when the disk does not take them.
+        Returns the names this rank wrote. Raises OSError when the disk does not take them.
         """
         import torch
 
@@ -470,7 +431,10 @@ class LearnerRank:
             raise OSError(f"learner rank {self._rank} could not write all of its file: {error}") from error
         written = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*.pt")]
         mine = f"pp_rank_{self._rank}_"
-        return [name for name in written if mine in name or (self._rank == 0 and "pp_rank" not in name)]
+        names = [name for name in written if mine in name or (self._rank == 0 and "pp_rank" not in name)]
+        if self._adapter is not None:
+            names += [f"adapter/{name}" for name in self.export_adapter(f"{folder}/adapter")]
+        return names
 
     def load(self, folder: str) -> int:
         """Load what `save` wrote; the optimizer step. Raises FileNotFoundError if there is nothing."""
@@ -488,6 +452,15 @@ class LearnerRank:
         from learner.export import export_folder
 
         export_folder(self._policy, self._source, self._settings.policy.model_path, Path(folder), write=self._rank == 0)
+
+    def export_adapter(self, folder: str) -> list[str]:
+        """Write a LoRA policy's adapter alone in peft's format; all ranks call it, rank 0 writes. The files it wrote."""
+        from learner.export import export_adapter
+
+        if self._adapter is None:
+            raise RuntimeError("a policy without LoRA has no adapter")
+        base = self._settings.policy.model_path
+        return export_adapter(self._policy, self._adapter, base, Path(folder), write=self._rank == 0)
 
     def _peak_memory_bytes(self) -> int:
         """Device memory on a GPU, resident memory on a CPU."""
