@@ -8,13 +8,13 @@ ruff format --check .
 say "mypy"
 mypy
 say "pytest"
-# What starts no engine runs on all cores; engines and long tests have the machine to themselves.
+# What starts no engine runs on all cores; engines, and tests that count what is left, have the machine to themselves.
 if [ "${1:-}" = fast ]; then
     shift
-    exec pytest -q -n auto -m "not engine and not thorough" "$@"
+    exec pytest -q -n auto -m "not engine and not alone and not thorough" "$@"
 fi
 if [ $# -gt 0 ]; then
     exec pytest -q "$@"
 fi
-pytest -q -n auto -m "not engine and not thorough"
-exec pytest -q -m "engine or thorough"
+pytest -q -n auto -m "not engine and not alone"
+exec pytest -q -m "engine or alone"

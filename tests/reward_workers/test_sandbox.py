@@ -398,7 +398,7 @@ PATHOLOGICAL = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_thousands_of_gradings_leave_nothing_behind() -> None:
     rng = random.Random(0)

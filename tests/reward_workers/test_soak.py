@@ -25,7 +25,7 @@ from reward_workers.reward import RewardFunction, RewardResult, RewardSet, Statu
 from reward_workers.worker import RewardWorker
 from rollout_workers.trajectory import Trajectory
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.alone
 
 GROUP = 8
 GROUPS = {"numeric": 840, "symbolic": 200, "integral": 10, "json": 550, "code": 400, "behave": 400, "later": 100}
