@@ -7,16 +7,19 @@ is checked where those are known (`orchestrator.prepare`, `orchestrator.placemen
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from learner.group_relative import GROUP_RELATIVE
 from orchestrator.config import CheckRewardsConfig, Config, ConfigError, RewardFunctionConfig, RewardModelConfig
 from orchestrator.reward_probes import KINDS
 
+MAX_SERVED_RANK = 512  # of adapters in vLLM
 _CHOICES = {
     "model.dtype": ("bfloat16", "float32"),
-    "rollout.weights.transport": ("auto", "shared_memory", "nccl"),
+    "rollout.weights.transport": ("auto", "shared_memory", "nccl", "lora"),
     "reward.watch.on_gap": ("warn", "stop"),
     "sampling.on_starved": ("shrink", "stop", "error"),
     "staleness.on_late": ("wait", "drop"),
@@ -24,6 +27,7 @@ _CHOICES = {
     "algorithm.proximal": ("behaviour", "recompute", "interpolate"),
     "learner.schedule": ("constant", "linear", "cosine"),
     "learner.zero_stage": (0, 1, 2, 3),
+    "learner.reference": ("ranks", "offload", "own"),
     "placement.mode": ("split", "shared"),
     "placement.device": ("auto", "cpu", "gpu"),
     "checkpoint.resume": ("never", "auto", "must"),
@@ -56,14 +60,20 @@ _AT_LEAST = {
     "staleness.min_ess": 0,
     "staleness.max_mismatch_kl": 0,
     "staleness.patience_batches": 1,
+    "algorithm.kl_coefficient": 0,
+    "algorithm.entropy_coefficient": 0,
     "algorithm.updates_per_batch": 1,
     "algorithm.epochs_per_batch": 1,
     "learner.ranks": 1,
+    "learner.reference_ranks": 1,
     "learner.max_skipped_updates": 1,
     "learner.max_tokens_per_microbatch": 1,
     "learner.logprob_chunk_tokens": 1,
     "learner.warmup_steps": 0,
     "learner.learning_rate": 0,
+    "learner.weight_decay": 0,
+    "learner.adam_beta1": 0,
+    "learner.adam_beta2": 0,
     "learner.threads": 1,
     "reward.max_error_ratio": 0,
     "reward.workers": 1,
@@ -84,6 +94,7 @@ _AT_LEAST = {
     "doctor.groups": 1,
     "replay.version": 0,
     "model.lora.rank": 0,
+    "model.lora.alpha": 0,
     "simulate.steps": 1,
     "simulate.rollout_gpus": 1,
     "simulate.learner_gpus": 1,
@@ -110,6 +121,10 @@ _ABOVE_ZERO = (
     "rollout.weights.timeout_s",
     "rollout.gpu_memory_utilization",
     "doctor.max_logprob_gap",
+    "algorithm.kl_target",
+    "algorithm.entropy_target",
+    "algorithm.entropy_step",
+    "algorithm.entropy_coefficient_max",
     "sampling.min_scored_fraction",
     "sampling.early_stop.after_s",
     "sampling.difficulty.memory",
@@ -189,8 +204,23 @@ def _check_keys(config: Config) -> None:
     for key in _AT_MOST_ONE:
         if (value := _get(config, key)) is not None and value > 1:
             raise ConfigError(f"{key}={value}: expected at most 1")
+    for key in ("learner.adam_beta1", "learner.adam_beta2"):
+        if (value := _get(config, key)) >= 1:
+            raise ConfigError(f"{key}={value}: expected less than 1, or nothing is ever forgotten")
     _refuse_none_strings(config, "")
+    _refuse_not_finite(config, "")
+    if config.learner.zero_stage == 0 and config.model.dtype == "bfloat16":
+        raise ConfigError(
+            "learner.zero_stage=0 with model.dtype=bfloat16: DeepSpeed would add gradients up in bfloat16; expected 1, 2 or 3 "
+            "(with one rank there is no difference but this), or model.dtype=float32"
+        )
     _check_sampling(config)
+    _check_adapter(config)
+    if config.model.lora.rank and config.learner.reference != "ranks":
+        raise ConfigError(
+            f"learner.reference={config.learner.reference} with model.lora.rank={config.model.lora.rank}: a LoRA policy is its own "
+            "reference, with its adapters off, and needs no second model; leave it at ranks"
+        )
     _check_names(config)
     _check_checker(config)
     _check_reward_models(config)
@@ -228,6 +258,12 @@ def _check_sampling(config: Config) -> None:
             )
     if r.temperature <= 0:
         raise ConfigError(f"rollout.temperature={r.temperature}: must be above 0, or all answers of a group are equal")
+    answers = s.groups_per_batch * s.answers_per_group
+    if config.algorithm.kl_target is not None and config.algorithm.kl_horizon_answers < answers:
+        raise ConfigError(
+            f"algorithm.kl_horizon_answers={config.algorithm.kl_horizon_answers}: expected at least the {answers} answers of a "
+            "batch (sampling.groups_per_batch x sampling.answers_per_group), or the coefficient would overshoot"
+        )
     if s.answers_per_group < 2 and config.algorithm.advantage in GROUP_RELATIVE:
         raise ConfigError(
             f"sampling.answers_per_group={s.answers_per_group}: algorithm.advantage={config.algorithm.advantage} compares "
@@ -261,6 +297,22 @@ def _check_sampling(config: Config) -> None:
             raise ConfigError(
                 f"{key}={name}: no such reward function or model, expected one of {', '.join(components)}"
             )
+
+
+def _check_adapter(config: Config) -> None:
+    rank = config.model.lora.rank
+    if config.rollout.weights.transport != "lora":
+        return
+    if not rank:
+        raise ConfigError(
+            "rollout.weights.transport=lora sends the LoRA adapter, and model.lora.rank=0 is full fine-tuning without one: set "
+            "model.lora.rank to 1 or more, or transport to auto"
+        )
+    if rank > MAX_SERVED_RANK:
+        raise ConfigError(
+            f"rollout.weights.transport=lora with model.lora.rank={rank}: vLLM serves adapters up to rank {MAX_SERVED_RANK}; "
+            "lower the rank, or let the adapter be merged with transport=auto"
+        )
 
 
 def _check_simulation(config: Config) -> None:
@@ -333,6 +385,21 @@ def _refuse_none_strings(node: Any, path: str) -> None:
     if dataclasses.is_dataclass(node):
         for item in dataclasses.fields(node):
             _refuse_none_strings(getattr(node, item.name), f"{path}.{item.name}".lstrip("."))
+
+
+def _refuse_not_finite(node: Any, path: str) -> None:
+    """NaN is neither above nor below any bound, and infinity above all."""
+    if isinstance(node, float) and not math.isfinite(node):
+        raise ConfigError(f"{path}={node}: expected a finite number")
+    items: Iterable[tuple[Any, Any]] = ()
+    if dataclasses.is_dataclass(node):
+        items = [(item.name, getattr(node, item.name)) for item in dataclasses.fields(node)]
+    elif isinstance(node, Mapping):
+        items = node.items()
+    elif isinstance(node, list | tuple):
+        items = enumerate(node)
+    for name, value in items:
+        _refuse_not_finite(value, f"{path}.{name}".lstrip("."))
 
 
 def _get(config: Config, key: str) -> Any:

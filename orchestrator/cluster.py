@@ -22,9 +22,13 @@ import ray
 
 from learner.policy import PolicySettings
 from learner.rank_group import LearnerGroup
-from learner.worker import LearnerSettings
+from learner.reference import ReferenceActor
+from learner.reference_group import ACTOR, ReferenceGroup
+from learner.settings import LearnerSettings
+from orchestrator.adapted_layers import adapted_layers
 from orchestrator.algorithm import objective
 from orchestrator.clerks import Clerk, ClerkFleet
+from orchestrator.derived import learning_rate, prefix_sharing
 from orchestrator.fleet import FleetError, RolloutFleet
 from orchestrator.memory import check_memory, learner_memory
 from orchestrator.model_shape import ModelShape
@@ -36,7 +40,7 @@ from reward_workers.alarm import ErrorAlarm
 from reward_workers.reward import RewardSet
 from reward_workers.reward_model_worker import RewardModelWorker
 from reward_workers.worker import RewardWorker
-from rollout_workers.engine import EngineSettings
+from rollout_workers.engine import AdapterSettings, EngineSettings
 from rollout_workers.worker import RolloutWorker
 
 logger = logging.getLogger(__name__)
@@ -90,7 +94,7 @@ class Cluster:
         items = [config.reward.models[model.name] for model in self._models]
         self.placement = plan(config, nodes, [item.gpus for item in items for _ in range(item.replicas)])
         if not self._training:
-            self.placement = dataclasses.replace(self.placement, learners=0)
+            self.placement = dataclasses.replace(self.placement, learners=0, references=0)
         if not self._engines:
             self.placement = dataclasses.replace(self.placement, rollouts=0)
         self._group = ray.util.placement_group(self.placement.bundles, strategy="PACK")
@@ -118,7 +122,11 @@ class Cluster:
         transport = config.rollout.weights.transport
         if transport == "auto":
             transport = "nccl" if self.placement.device == "gpu" and not self.placement.shared else "shared_memory"
-        self.rollouts = self._rollout_fleet(transport)
+        if transport == "lora":
+            # Without training there is no adapter yet, and an engine is faster without.
+            self.rollouts = self._rollout_fleet("shared_memory", self._adapter() if self._training else None)
+        else:
+            self.rollouts = self._rollout_fleet(transport)
         self.models = self._model_fleets()
         self.rewards = self._reward_fleet(self._prepared.rewards)
         self.checker = self._reward_fleet(self._prepared.checker) if self._prepared.checker else None
@@ -170,7 +178,11 @@ class Cluster:
             link.unlink(missing_ok=True)
             link.symlink_to(session)
 
-    def _rollout_fleet(self, transport: str) -> RolloutFleet:
+    def _adapter(self) -> AdapterSettings:
+        lora = self._prepared.config.model.lora
+        return AdapterSettings(lora.rank, lora.alpha, adapted_layers(self._prepared.model_path, lora.targets))
+
+    def _rollout_fleet(self, transport: str, adapter: AdapterSettings | None = None) -> RolloutFleet:
         config, placement = self._prepared.config, self.placement
         r = config.rollout
         actor = ray.remote(RolloutWorker)
@@ -190,6 +202,8 @@ class Cluster:
                 enforce_eager=r.enforce_eager,
                 takes_turns=placement.engines_sleep,
                 recompute_kv=r.weights.recompute_kv,
+                adapter=adapter,
+                fp32_head=config.model.fp32_head,
                 engine_options=r.engine_options,
             )
             options = actor_options(placement, self._group, index)
@@ -233,7 +247,7 @@ class Cluster:
         actor = ray.remote(RewardModelWorker)
         # Room for every group that can be asked for at once; the actor makes batches of them.
         common = {"max_concurrency": 1000, "max_restarts": -1, "max_task_retries": 0}
-        bundle = placement.rollouts + placement.learners
+        bundle = placement.rollouts + placement.learners + placement.references
         fleets = {}
         for model in self._models:
             item = config.reward.models[model.name]
@@ -261,6 +275,26 @@ class Cluster:
         return LearnerGroup(
             learner_settings(self._prepared, placement),
             options,
+            start_timeout_s=config.learner.start_timeout_s,
+            timeout_s=config.learner.step_timeout_s,
+            reference=self._reference_group() if placement.references else None,
+        )
+
+    def _reference_group(self) -> ReferenceGroup:
+        config, placement = self._prepared.config, self.placement
+        # The packing of one group; which of its answers enter the loss is not known yet.
+        cut = {
+            "max_tokens": config.learner.max_tokens_per_microbatch,
+            "share_prefixes": prefix_sharing(self._prepared),
+        }
+        settings = learner_settings(self._prepared, placement)
+        actor = ray.remote(ReferenceActor)
+        first = placement.rollouts + placement.learners
+        return ReferenceGroup(
+            [
+                actor.options(**ACTOR, **actor_options(placement, self._group, first + number)).remote(settings, cut)
+                for number in range(placement.references)
+            ],
             start_timeout_s=config.learner.start_timeout_s,
             timeout_s=config.learner.step_timeout_s,
         )
@@ -292,14 +326,15 @@ def learner_settings(prepared: Prepared, placement: Placement) -> LearnerSetting
             lora_targets=m.lora.targets,
             gradient_checkpointing=learner.gradient_checkpointing,
             chunk_tokens=learner.logprob_chunk_tokens,
-            entropy_gradient=a.entropy_coefficient != 0,
+            entropy_gradient=a.entropy_coefficient != 0 or a.entropy_target is not None,
+            fp32_head=m.fp32_head,
             seed=config.run.seed,
         ),
         objective=objective(a),
         device=placement.device,
         temperature=config.rollout.temperature,
         zero_stage=learner.zero_stage,
-        learning_rate=learner.learning_rate,
+        learning_rate=learning_rate(config),
         total_optimizer_steps=config.run.batches * a.updates_per_batch * a.epochs_per_batch,
         warmup_steps=learner.warmup_steps,
         schedule=learner.schedule,
@@ -307,8 +342,11 @@ def learner_settings(prepared: Prepared, placement: Placement) -> LearnerSetting
         adam_betas=(learner.adam_beta1, learner.adam_beta2),
         max_grad_norm=learner.max_grad_norm,
         offload=learner.offload,
+        deterministic=config.run.deterministic,
         threads=placement.learner_threads if placement.device == "cpu" else None,
         bucket_bytes=config.rollout.weights.bucket_mib * 2**20,
+        reference=learner.reference,
+        send_adapter=config.rollout.weights.transport == "lora",
     )
 
 

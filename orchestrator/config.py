@@ -22,14 +22,16 @@ class RunConfig:
     dir: str = "runs"
     batches: int = 20  # batches to train on; each ends in one published version
     seed: int = 0  # sampling, initialisation; the order of prompts has data.seed
-    deterministic: bool = False  # seed every request by prompt and index, so that a run can be repeated
+    # Seed every request by prompt and index, and let the learner use nothing but algorithms that repeat: from the same weights
+    # the same batch gives the same weights, bit by bit, on one machine.
+    deterministic: bool = False
     watchdog_s: float = 900.0  # without any progress for so long, stop with a dump of the queue
 
 
 @dataclass
 class LoraConfig:
-    rank: int = 0  # 0: full fine-tuning
-    alpha: float = 32.0
+    rank: int = 0  # 0: full fine-tuning; docs/lora.md
+    alpha: float = 32.0  # the adapter adds alpha / rank x B A to a layer's weight
     targets: str = "all-linear"  # peft's target_modules: all-linear, or a regular expression of module names
 
 
@@ -38,6 +40,7 @@ class ModelConfig:
     # A folder, a hub id, or builtin:smollm2_135m / builtin:tiny (made in the user's cache at first use).
     path: str = MISSING
     dtype: str = "bfloat16"  # bfloat16 | float32: engine weights and learner compute; master weights are float32
+    fp32_head: bool = False  # logits in float32, of the learner and of the engines: they differ less; slower
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {enable_thinking: false}
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -125,7 +128,9 @@ class RewardConfig:
 
 @dataclass
 class WeightsConfig:
-    transport: str = "auto"  # auto | shared_memory | nccl; auto: nccl on GPUs, else shared_memory
+    # auto | shared_memory | nccl | lora. auto: nccl on GPUs, else shared_memory. lora: the adapter alone travels, and the
+    # engines serve the base model with it; with the others they serve the merged model. docs/lora.md
+    transport: str = "auto"
     bucket_mib: int = 256  # tensors travel in buckets of about this size
     timeout_s: float = 300.0  # for each step of a broadcast
     canary: bool = True  # at start: perturb, publish, see the engines move as the learner did, restore
@@ -212,7 +217,7 @@ class AlgorithmConfig:
     advantage_options: dict[str, Any] = field(default_factory=dict)
     loss: str = "ppo_clip"  # a function of learner.losses, or a dotted path
     loss_options: dict[str, Any] = field(default_factory=dict)
-    aggregation: str = "token_mean"  # a function of learner.aggregation
+    aggregation: str = "token_mean"  # a function of learner.aggregation, or a dotted path
     aggregation_options: dict[str, Any] = field(default_factory=dict)
     proximal: str = "behaviour"  # behaviour | recompute | interpolate (A-3PO): what the ratio is taken against
     correction: str | None = None  # of learner.corrections, or a dotted path; with proximal=behaviour only a mask
@@ -220,7 +225,15 @@ class AlgorithmConfig:
     kl_coefficient: float = 0.0  # of the KL term to the initial policy
     kl_placement: str = "loss"  # loss | reward (k1 off each token's reward; algorithm.advantage=reinforce_pp)
     kl_estimator: str = "k3"  # in the loss
+    # Nats a token: after each batch kl_coefficient moves so that actor/kl_ref comes to this; null: it is fixed.
+    kl_target: float | None = None
+    kl_horizon_answers: int = 10000  # trained answers in which it moves by a factor of e^0.2 at most
     entropy_coefficient: float = 0.0
+    # Nats: after each batch entropy_coefficient moves up by entropy_step while actor/entropy is at or below this, else down,
+    # and then the next batch has no bonus; null: it is fixed.
+    entropy_target: float | None = None
+    entropy_step: float = 0.001
+    entropy_coefficient_max: float = 0.05  # with a target
     # top_entropy | clip_cov | kl_cov, of learner.selection: tokens treated apart, at one more forward pass an update
     selection: str | None = None
     selection_options: dict[str, Any] = field(default_factory=dict)
@@ -233,7 +246,7 @@ class AlgorithmConfig:
 class LearnerConfig:
     ranks: int = 1
     zero_stage: int = 2
-    learning_rate: float = 1e-6
+    learning_rate: float | None = None  # null: 1e-6 for full fine-tuning, ten times that with LoRA
     warmup_steps: int = 0  # optimizer steps
     schedule: str = "constant"  # constant | linear | cosine, over the run's optimizer steps
     weight_decay: float = 0.0
@@ -243,10 +256,14 @@ class LearnerConfig:
     max_skipped_updates: int = 5  # in a row whose gradients are not finite; then the run stops
     max_tokens_per_microbatch: int = 4096
     logprob_chunk_tokens: int = 1024  # positions whose vocabulary logits are held at once
-    share_prefixes: bool | None = None  # compute a group's prompt once; null: where that is predicted to be faster
+    share_prefixes: bool | None = None  # compute what a group's answers share once; null: where the model can
     gradient_checkpointing: bool = False
     offload: bool = False  # optimizer state and, with ZeRO-3, parameters on the CPU (GPU ranks)
     threads: int | None = None  # CPU threads of one rank; null: shared out evenly
+    # Where the frozen initial policy of a KL term lives (docs/algorithms.md): ranks | offload (in the ranks' host memory but for
+    # one pass a batch, with GPUs) | own (actors with devices of their own). A LoRA policy is its own.
+    reference: str = "ranks"
+    reference_ranks: int = 1  # actors of learner.reference=own, each with a whole model
     start_timeout_s: float = 900.0
     step_timeout_s: float = 3600.0
 
@@ -406,3 +423,8 @@ class Config:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
+
+
+def reference_place(config: Config) -> str | None:
+    """`learner.reference` where a KL term needs a second model; None without such a term and for LoRA, its own reference."""
+    return config.learner.reference if config.algorithm.kl_coefficient and not config.model.lora.rank else None

@@ -84,7 +84,7 @@ class Doctor:
         self._run_folder = folder / RUN
         self._dtype = prepared.config.model.dtype
         self._texts = probe_texts(prepared)
-        self._sharing = prefix_sharing(prepared)
+        self._share_prefixes = prefix_sharing(prepared)
         self._checks: list[Check] = []
         self._state = Path()
         self._weights_bytes = 0
@@ -280,7 +280,7 @@ class Doctor:
 
     async def _replay(self, batch: RecordedBatch) -> Check:
         await self._learner.load(self._state)
-        plan = plan_of(self._config, batch, self._sharing)
+        plan = plan_of(self._config, batch, self._share_prefixes)
         scored = await score(self._learner, plan, batch, self._config.learner.step_timeout_s)
         return checks.replayed(replay_batch(self._run_folder, self._config, batch, plan, scored))
 
@@ -320,7 +320,7 @@ class Doctor:
             self._config,
             [[answer] for answer in update],
             ranks=len(self._learner),
-            sharing=self._sharing,
+            share_prefixes=self._share_prefixes,
             epochs=DIRECTION_UPDATES,
         )
         payloads = [ray.put((trajectory,)) for trajectory, _ in update]
@@ -343,7 +343,10 @@ class Doctor:
         c = self._config
         groups = longest_answers(c, self._texts[0], ranks=len(self._learner))
         plans = update_on(
-            c, [[(t, 1.0) for t in group] for group in groups], ranks=len(self._learner), sharing=self._sharing
+            c,
+            [[(t, 1.0) for t in group] for group in groups],
+            ranks=len(self._learner),
+            share_prefixes=self._share_prefixes,
         )
         payloads = [ray.put(tuple(group)) for group in groups]
         reports, _, _ = await self._learner.learn([fullest(plan) for plan in plans], payloads)

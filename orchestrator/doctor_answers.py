@@ -19,14 +19,10 @@ def update_on(
     groups: Sequence[Sequence[tuple[Trajectory, float]]],
     *,
     ranks: int,
-    sharing: tuple[bool, float],
+    share_prefixes: bool,
     epochs: int = 1,
 ) -> list[RankPlan]:
-    """An update on answers with their advantages, made `epochs` times; group g is payload g.
-
-    `sharing` is of `orchestrator.derived.prefix_sharing`.
-    """
-    share_prefixes, pair_cost = sharing
+    """An update on answers with their advantages, made `epochs` times; group g is payload g."""
     lengths = [t.response_length for group in groups for t, _ in group]
     numbers = [number for number, group in enumerate(groups) for _ in group]
     weights = iter(token_weights(config.algorithm, lengths, numbers))
@@ -45,18 +41,17 @@ def update_on(
         ranks=ranks,
         max_tokens=config.learner.max_tokens_per_microbatch,
         share_prefixes=share_prefixes,
-        pair_cost=pair_cost,
     )
 
 
 def longest_answers(config: Config, text: Sequence[int], *, ranks: int) -> list[list[Trajectory]]:
     """A group for each rank, of answers as long as allowed to a prompt as long as allowed, enough to fill a micro-batch.
 
-    Their tokens are those of `text`, again and again.
+    Their tokens are those of `text`, the prompt's again and again, the answers' at random: what is alike would be computed once.
     """
     prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
     count = 1 + config.learner.max_tokens_per_microbatch // response
-    ids = np.resize(np.asarray(text, dtype=np.int32), prompt + response)
+    tokens, rng = np.asarray(text, dtype=np.int32), np.random.default_rng(0)
     mask = np.arange(prompt + response) >= prompt
     return [
         [
@@ -66,7 +61,7 @@ def longest_answers(config: Config, text: Sequence[int], *, ranks: int) -> list[
                     index=index,
                     prompt_id="longest",
                     messages=(),
-                    token_ids=ids,
+                    token_ids=np.concatenate([np.resize(tokens, prompt), rng.choice(tokens, response)]),
                     response_mask=mask,
                     behaviour_logprobs=np.zeros(prompt + response, dtype=np.float32),
                     version_spans=(VersionSpan(prompt, prompt + response, 0),),

@@ -346,6 +346,7 @@ def resources(
     store = int(there.get("object_store_memory", 0))
     asked = f"{placement.rollouts} engine(s) with {_bundle(placement.rollout_bundle)}, "
     asked += f"{placement.learners} learner rank(s) with {_bundle(placement.learner_bundle)}"
+    asked += f", {placement.references} reference actor(s)" if placement.references else ""
     return Check(
         "resources",
         _verdict(store >= weights_bytes or not through_object_store),

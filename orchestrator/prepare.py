@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.adapted_layers import adapted_layers
 from orchestrator.config import Config, ConfigError, RewardFunctionConfig, SourceConfig
 from orchestrator.derived import queue_settings
 from orchestrator.models import resolve_model
@@ -55,6 +56,8 @@ def prepare(config: Config, reward: UserReward | None = None, *, training: bool 
         queue_settings(config)  # imports the user's filter, if there is one
     model_path = str(resolve_model(config.model.path))
     _check_context(config, model_path)
+    if training and config.model.lora.rank:
+        adapted_layers(model_path, config.model.lora.targets)
     chat = ChatTemplate.from_pretrained(model_path, config.model.chat_template_kwargs)
     rewards = _rewards(config, reward)
     train = load_sources(config.data.train, "train") if training else []

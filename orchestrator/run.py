@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from orchestrator.batching import LearningPlan, plan_learning
 from orchestrator.checkpoint import Cadence, Checkpoint, CheckpointStore, restore_rng, rng_state
 from orchestrator.cluster import Cluster
+from orchestrator.coefficients import CoefficientControl
 from orchestrator.console import Console, ConsoleState, QueueView, Sample
 from orchestrator.derived import prefix_sharing, probe_texts, queue_settings
 from orchestrator.difficulty import DifficultySampler, PassRates
@@ -107,7 +108,7 @@ class Run:
             dtype=config.model.dtype,
             max_gap=config.rollout.weights.probe_max_gap,
         )
-        self.share_prefixes, self.pair_cost = prefix_sharing(prepared)
+        self.share_prefixes = prefix_sharing(prepared)
         self.placement = cluster.placement
         self.report = BatchReport(prepared.filter_on, self.queue.counts)
         self.watcher = Watcher(
@@ -130,6 +131,7 @@ class Run:
             self.report,
             self.pass_rates,
             self.watcher,
+            self.learner.reference,
             filter_on=prepared.filter_on,
             lineage=lineage,
             start_task=lambda work: self.tasks.create_task(work),
@@ -137,6 +139,9 @@ class Run:
         )
         self.flights = self.dispatcher.flights
         self.bound = self._adaptive_bound(state.get("bound"))
+        self.coefficients = CoefficientControl(config.algorithm)
+        if checkpoint is not None:
+            self.coefficients.restore(state["coefficients"])
         self.skipped = SkippedUpdates(folder, config.learner.max_skipped_updates)
         self.metrics: dict[str, Any] = {}
         self.sample: Sample | None = None
@@ -156,7 +161,7 @@ class Run:
         return self.queue.version
 
     async def execute(self) -> None:
-        """Bring engines and learner to one version, train, and leave `model/`."""
+        """Bring engines and learner to one version, train, and leave `model/`, and with LoRA `adapter/`."""
         if self.checkpoint is not None:
             await self.learner.load(self.checkpoint.path)
             await self.rollouts.broadcast(self.learner, self.version)
@@ -166,7 +171,9 @@ class Run:
             self._show("canary")
             await self.probe.canary(lambda: self.rollouts.broadcast(self.learner, self.version), self.config.run.seed)
         await self.train()
-        await self._export_model()
+        await self._export("model", self.learner.export_model)
+        if self.config.model.lora.rank:
+            await self._export("adapter", self.learner.export_adapter)
 
     async def train(self) -> None:
         """The loop, together with all that it starts. The probe has begun, and engines and learner are at one version."""
@@ -274,13 +281,14 @@ class Run:
             self.flights,
             ranks=len(self.learner),
             share_prefixes=self.share_prefixes,
-            pair_cost=self.pair_cost,
+            coefficients=self.coefficients.of_batch,
         )
         payloads = [self.flights[group.group_id].payload for group in batch.groups]
+        references = [self.flights[group.group_id].reference for group in batch.groups]
         step_before = self.learner.optimizer_step
         if self.placement.engines_sleep:
             await self.rollouts.sleep()
-        reports, tally, logprobs = await self.learner.learn(plan.ranks, payloads)
+        reports, tally, logprobs = await self.learner.learn(plan.ranks, payloads, references)
         if self.placement.engines_sleep:
             await self.rollouts.wake()
         self.skipped.note(self.version, reports)
@@ -302,6 +310,8 @@ class Run:
             "temperature": r.temperature,
             "sampling": {"max_response_tokens": r.max_response_tokens},
             "trained_at": time.time(),
+            "kl_coefficient": self.coefficients.of_batch.kl,
+            "entropy_coefficient": self.coefficients.of_batch.entropy,
         }
         return [
             self.flights[group.group_id].journal_row(
@@ -377,6 +387,7 @@ class Run:
                 "pass_rates": self.pass_rates.state(),
                 "rng": rng_state(),
                 "bound": None if self.bound is None else self.bound.state(),
+                "coefficients": self.coefficients.state(),
                 "evaluated": self.evaluated,
                 "watch": self.watcher.state(),
             }
@@ -394,6 +405,8 @@ class Run:
             values["staleness/bound"] = self.bound.versions
             if "mismatch/ess" in values:
                 self.queue.run_ahead(self.bound.observe(values["mismatch/ess"], values["mismatch/kl"]))
+        values |= self.coefficients.metrics()
+        self.coefficients.observe(values, len(plan.rows))
         # Of this batch's histogram alone; a staleness that no answer has is absent.
         self.metrics = {name: v for name, v in self.metrics.items() if not name.startswith("staleness/share/")}
         values |= self.rollouts.metrics() | self.prompts.metrics() | self.pass_rates.metrics()
@@ -415,13 +428,13 @@ class Run:
             ConsoleState(version=self.version, phase=phase, queue=queue, metrics=dict(self.metrics), sample=self.sample)
         )
 
-    async def _export_model(self) -> None:
-        """`model/`: whole, or not there."""
-        target, part = self.folder / "model", self.folder / "model.part"
-        self._show("model")
+    async def _export(self, name: str, export: Callable[[Path], Awaitable[None]]) -> None:
+        """A folder of results: whole, or not there."""
+        target, part = self.folder / name, self.folder / f"{name}.part"
+        self._show(name)
         if part.exists():  # of a process that was killed
             shutil.rmtree(part)
-        await self.learner.export_model(part)
+        await export(part)
         if target.exists():
             shutil.rmtree(target)
         part.rename(target)

@@ -27,7 +27,7 @@ from typing import Protocol
 
 import numpy as np
 
-from orchestrator.config import Config, ConfigError, SimulateConfig
+from orchestrator.config import Config, ConfigError, SimulateConfig, reference_place
 from orchestrator.simulation.types import Timing, Workload
 from orchestrator.simulation.workload import SyntheticWorkload
 
@@ -177,12 +177,13 @@ def flops_per_parameter(config: Config) -> float:
     """Floating-point operations of the learner for one token and active parameter.
 
     A forward pass takes 2, the gradients of activations and of weights 2 each (Kaplan et al., arXiv:2001.08361, section 2.1). With
-    LoRA nearly no weight has a gradient; gradient checkpointing repeats the forward pass, a KL term to the initial policy takes
-    one more. All that in every epoch over a batch. A recomputed proximal policy takes one forward pass over what is not in the
-    first update.
+    LoRA nearly no weight has a gradient; gradient checkpointing repeats the forward pass. All that in every epoch over a batch. A
+    recomputed proximal policy takes one forward pass over what is not in the first update, a KL term to the initial policy one
+    over the batch, unless that has devices of its own.
     """
     a = config.algorithm
     epoch = 4 if config.model.lora.rank else 6
-    epoch += 2 * config.learner.gradient_checkpointing + 2 * (a.kl_coefficient > 0)
+    epoch += 2 * config.learner.gradient_checkpointing
     proximal = 2 * (a.updates_per_batch - 1) / a.updates_per_batch if a.proximal == "recompute" else 0.0
-    return epoch * a.epochs_per_batch + proximal
+    reference = 2 * (a.kl_coefficient > 0 and reference_place(config) != "own")
+    return epoch * a.epochs_per_batch + proximal + reference

@@ -31,7 +31,7 @@ def same_logging() -> Iterator[None]:
 def test_a_chain_that_is_right_passes_every_check(
     tmp_path: Path, small: list[str], ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a temperature, a reference policy and an entropy bonus; and the run that it made can be replayed."""
+    """With a temperature, a reference in an actor of its own and an entropy bonus; and the run that it made can be replayed."""
     code = cli.main(
         [
             "doctor",
@@ -40,6 +40,7 @@ def test_a_chain_that_is_right_passes_every_check(
             "run.name=run",
             "rollout.temperature=0.8",
             "algorithm.kl_coefficient=0.05",
+            "learner.reference=own",
             "algorithm.entropy_coefficient=0.01",
             "sampling.filter=true",
             "learner.warmup_steps=100",

@@ -166,6 +166,11 @@ HASHED = [
     "reward.functions.hash.path=reward_workers.builtin.hash_reward",
     "checkpoint.every_batches=2",
     "staleness.max=1",
+    "run.deterministic=true",
+    "model.fp32_head=true",
+    "algorithm.kl_coefficient=0.1",
+    "algorithm.kl_target=1e-6",
+    "algorithm.kl_horizon_answers=100",
 ]
 
 
@@ -193,6 +198,12 @@ def test_a_killed_driver_leaves_nothing_and_its_run_resumes_exactly(launch: Call
     assert [r["optimizer_step"] for r in records] == list(range(1, 11))
     assert [r["lineage"] for r in records] == sorted(r["lineage"] for r in records)
     assert {r["lineage"] for r in records} == {0, 1}
+    coefficient = 0.1
+    for r in records:  # the controller's, over the resume
+        assert r["actor/kl_coefficient"] == pytest.approx(coefficient)
+        error = min(max(r["actor/kl_ref"] / 1e-6 - 1, -0.2), 0.2)
+        coefficient *= 1 + error * r["batch/answers"] / 100
+    assert coefficient != 0.1
     trained = read_trajectories(resumed.folder, columns=["policy_version", "optimizer_step_start", "group_id"])
     steps = {(t["policy_version"], t["optimizer_step_start"]) for t in trained.to_pylist()}
     assert steps == {(i, i) for i in range(10)}
@@ -218,7 +229,15 @@ def test_an_interrupted_run_ends_soon_and_leaves_nothing(launch: Callable, numbe
 
 
 def test_a_run_survives_the_death_of_an_engine_and_of_a_reward_process(launch: Callable) -> None:
-    run = launch("run.batches=8", "reward.workers=1", "rollout.max_response_tokens=64", "checkpoint.every_batches=0")
+    """The engine serves an adapter: a new one begins with none, and must not answer before it has the current one."""
+    run = launch(
+        "run.batches=8",
+        "reward.workers=1",
+        "rollout.max_response_tokens=64",
+        "checkpoint.every_batches=0",
+        "model.lora.rank=4",
+        "rollout.weights.transport=lora",
+    )
     run.wait_for_version(2)
     [engine] = run.processes("EngineCore")
     os.kill(engine, signal.SIGKILL)
@@ -251,6 +270,23 @@ def test_a_run_survives_the_death_of_an_engine_and_of_a_reward_process(launch: C
             if mask
         ]
         assert max(gaps) < 1e-3
+    assert_adapter_is_the_models(run.folder)
+
+
+def assert_adapter_is_the_models(folder: Path) -> None:
+    """`adapter/` on the base that it names gives what `model/` gives."""
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    adapted = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    ids = torch.arange(3, 80)[None]
+    with torch.no_grad():
+        found, expected = adapted(ids).logits, merged(ids).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        with adapted.disable_adapter():
+            assert (adapted(ids).logits - expected).abs().max() > 1e-2
 
 
 @pytest.fixture

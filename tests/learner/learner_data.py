@@ -67,11 +67,12 @@ def row(group: int, index: int, prompt: int, response: int, *, advantage: float 
 def batch_of(
     sizes: Sequence[int], seed: int, *, tools: bool = True, first_group: int = 0
 ) -> tuple[list[list[Row]], Payloads]:
-    """Groups of the given sizes with answers of many lengths, some holding text of a tool, some without a behaviour
-    logprob here and there, most written by several versions; behaviour logprobs are those of a policy near a uniform one.
+    """Groups of the given sizes with answers of many lengths, some beginning as another of their group does, some holding text
+    of a tool, some without a behaviour logprob here and there, most written by several versions; behaviour logprobs are those of
+    a policy near a uniform one.
     Groups and payloads are numbered from `first_group`.
     """
-    rng, version_rng = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    rng, version_rng, copy_rng = (np.random.default_rng(seeds) for seeds in (seed, [seed, 1], [seed, 2]))
     payloads: Payloads = {}
     rows: list[list[Row]] = []
     for group, size in enumerate(sizes, start=first_group):
@@ -86,6 +87,10 @@ def batch_of(
             logprobs[rng.random(length) < 0.1] = np.nan
             versions = sorted(version_rng.integers(VERSION - MAX_STALENESS, VERSION + 1, length).tolist())
             tokens = rng.integers(0, VOCABULARY, length)
+            if answers:
+                earlier = answers[copy_rng.integers(len(answers))].token_ids[len(prompt) :]
+                alike = copy_rng.integers(0, min(length, len(earlier)) + 1)
+                tokens[:alike] = earlier[:alike]
             answers.append(trajectory(group, index, prompt, tokens, mask, logprobs, versions))
         payloads[group] = tuple(answers)
         rows.append(

@@ -1,4 +1,4 @@
-"""One process of a learner job, for test_gradient_matrix: `python matrix_process.py RANK RANKS RENDEZVOUS JSON`.
+"""One process of a learner job, for test_gradient_matrix.
 
 It starts a LearnerRank with DeepSpeed and takes the gradient of one batch after another, each cut in another way, without
 moving the weights. Rank 0 writes them to `FOLDER/gradients.pt`. The cuts are those of `cut_of`, which the test reads as well.
@@ -6,9 +6,6 @@ moving the weights. Rank 0 writes them to `FOLDER/gradients.pt`. The cuts are th
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +18,9 @@ from learner import losses
 from learner.batch import MicroBatch, PackedRow, RankPlan, Row
 from learner.objective import Objective
 from learner.policy import PolicySettings
+from learner.settings import LearnerSettings
 from learner.survey import Known
-from learner.worker import LearnerRank, LearnerSettings
+from learner.worker import LearnerRank
 
 TEMPERATURE = 0.7
 SIZES = {"even": (3, 3, 3), "uneven": (4, 1, 3, 2)}
@@ -98,7 +96,7 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
     gradients = []
     for cut in CUTS:
         plan, (_, payloads) = plans_of(cut, ranks)[number], batch(cut.groups)
-        survey = rank._survey(plan, payloads)
+        survey = rank._survey(plan, *(payloads[number] for number in plan.payloads))
         micro_batches = plan.updates[0]
         for place in range(len(micro_batches)):
             rank._accumulate(
@@ -109,8 +107,3 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
         rank._step(0.0)  # AdamW at rate 0 leaves the weights where they are, and the gradients are gone
     if number == 0:
         torch.save(gradients, Path(job["folder"]) / "gradients.pt")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
-    os._exit(0)  # as in rank_process

@@ -73,7 +73,7 @@ def test_empty_rows_and_groups_leave_the_denominator() -> None:
         ("token_mean", [1, 2], {}, "equally many"),
         ("token_mean", [1], {"max_tokens": 4}, "max_tokens is 4 with token_mean"),
         ("seq_sum_const", [1], {}, "max_tokens is None"),
-        ("seq_sum_const", [1], {"max_tokens": 0}, "must be positive"),
+        ("seq_sum_const", [1], {"max_tokens": 0}, "max_tokens must be > 0, got 0"),
     ],
 )
 def test_bad_arguments_are_named(name: str, lengths: list[int], options: dict[str, int], message: str) -> None:

@@ -29,10 +29,11 @@ from learner_data import (
 from plain_reference import Correction, Gradients, make_policy, reference_gradients, take_gradients
 
 from learner import corrections, kl, losses
-from learner.batch import MicroBatch, RankPlan, Row, build_tensors
+from learner.batch import MicroBatch, RankPlan, Row
 from learner.objective import Objective, micro_batch_loss
 from learner.policy import Policy
 from learner.tally import Tally
+from learner.tensors import build_tensors
 
 TOLERANCE = 1e-5
 SIZES = (3, 1, 4, 2)  # uneven groups

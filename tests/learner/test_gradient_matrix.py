@@ -43,7 +43,7 @@ def test_every_two_properties_meet() -> None:
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_every_cut_has_the_gradient_of_the_formula(wide_path: str, tmp_path: Path, zero_stage: int, ranks: int) -> None:
     job = {"zero_stage": zero_stage, "ranks": ranks, "model": wide_path, "folder": str(tmp_path)}
-    run_processes(Path(matrix_process.__file__), job)
+    run_processes(matrix_process.main, job)
     found = torch.load(tmp_path / "gradients.pt", weights_only=True)
     assert len(found) == len(CUTS)
     for cut, gradients in zip(CUTS, found, strict=True):

@@ -25,9 +25,9 @@ from learner import mismatch
 from learner.batch import Row
 from learner.objective import Objective
 from learner.policy import Policy, PolicySettings
+from learner.settings import LearnerSettings, learning_rate
 from learner.tally import Tally
 from learner.weight_source import PolicyWeightSource
-from learner.worker import LearnerSettings, learning_rate
 from rollout_workers.weights.manifest import checksum
 
 TOLERANCE = 1e-5
@@ -83,18 +83,18 @@ def test_a_rate_is_never_negative_nor_above_the_peak(schedule: str, warmup: int,
 JOBS: dict[str, dict[str, Any]] = {
     "zero0": {"zero_stage": 0},
     "zero1": {"zero_stage": 1, "kl": True},
-    "zero2": {"zero_stage": 2, "proximal": "recompute", "epochs": 2},
-    "zero3": {"zero_stage": 3},
-    "zero2_two_ranks": {"zero_stage": 2, "ranks": 2, "proximal": "interpolate"},
+    "zero2": {"zero_stage": 2, "proximal": "recompute", "epochs": 2, "kl": True, "reference": "offload"},
+    "zero3_two_ranks": {"zero_stage": 3, "ranks": 2, "kl": True, "reference": "offload"},
+    "zero2_two_ranks": {"zero_stage": 2, "ranks": 2, "proximal": "interpolate", "kl": True, "reference": "own"},
     "zero3_two_ranks_lora": {"zero_stage": 3, "ranks": 2, "lora_rank": 4, "kl": True, "proximal": "recompute"},
 }
 DEFAULTS = {"ranks": 1, "epochs": 1, "lora_rank": 0, "kl": False, "proximal": "behaviour", "on_policy": False}
-DEFAULTS |= {"spoiled": None, "selection": None}
+DEFAULTS |= {"spoiled": None, "selection": None, "reference": "ranks"}
 
 
 def run_ranks(job: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank found."""
-    run_processes(Path(rank_process.__file__), job)
+    run_processes(rank_process.main, job)
     folder = Path(job["folder"])
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(job["ranks"])]
 
@@ -121,7 +121,7 @@ def expected_steps(job: dict[str, Any]) -> tuple[list[float], Policy]:
             interpolate=job["proximal"] == "interpolate",
             correction=lambda log_ratios, _: [min(math.exp(d), rank_process.CAP) for d in log_ratios],
             reference=initial if job["kl"] else None,
-            kl_coefficient=settings.objective.kl_coefficient,
+            kl_coefficient=rank_process.KL_COEFFICIENT,
         )
         for name, parameter in policy.named_parameters():
             if parameter.requires_grad:
@@ -266,7 +266,8 @@ def test_the_canary_is_felt_on_every_rank_and_taken_back_exactly(ran: Ran) -> No
 @pytest.mark.engine
 def test_a_loaded_checkpoint_goes_on_to_the_same_next_steps_bit_by_bit(ran: Ran) -> None:
     checkpoint = ran.folder / "checkpoint"
-    files = sorted(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*.pt"))
+    files = sorted(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*.*") if file.is_file())
+    files = [file for file in files if not file.startswith("zero_to_")]  # scripts of DeepSpeed
     assert sorted(file for found in ran.ranks for file in found["saved"]) == files
     for found in ran.ranks:
         assert found["loaded_step"] == len(ran.norms)
@@ -288,6 +289,33 @@ def test_the_exported_folder_holds_what_the_engines_got(ran: Ran) -> None:
     assert exported.keys() == weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(exported[name], tensor), name
+
+
+@pytest.mark.engine
+def test_an_adapter_leaves_the_ranks_in_pefts_format(ran: Ran) -> None:
+    """In checkpoints, as a result and on its way to engines: the base with it is the exported model."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    if not ran.job["lora_rank"]:
+        pytest.skip("no adapter in this job")
+    sent = ran.ranks[0]["adapter"]
+    ran.ranks[0]["adapter_manifest"].check({name: checksum(tensor) for name, tensor in sent.items()}, "the test")
+    saved = load_file(ran.folder / "adapter" / "adapter_model.safetensors")
+    assert saved.keys() == sent.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in sent.items())
+    assert all("lora_A" in name or "lora_B" in name for name in sent)
+    base = AutoModelForCausalLM.from_pretrained(ran.job["model"])
+    adapted = PeftModel.from_pretrained(base, ran.folder / "adapter", autocast_adapter_dtype=False)
+    assert adapted.peft_config["default"].base_model_name_or_path == ran.job["model"]
+    merged = AutoModelForCausalLM.from_pretrained(ran.folder / "model")
+    ids = torch.tensor([rank_process.TEXTS[0]])
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
+    checkpoint = load_file(ran.folder / "checkpoint" / "adapter" / "adapter_model.safetensors")
+    assert checkpoint.keys() == sent.keys()
+    assert (ran.folder / "checkpoint" / "adapter" / "adapter_config.json").exists()
 
 
 @pytest.mark.engine

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.logprobs import logit_transform, token_logprobs
+from learner.logprobs import logit_transform, token_logprobs, use_float32
 
 HIDDEN, VOCABULARY = 16, 300
 
@@ -23,6 +23,29 @@ def setup(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.nn.L
     with torch.no_grad():
         head.weight.copy_(torch.randn(VOCABULARY, HIDDEN, generator=generator))
     return hidden, targets, head
+
+
+def test_a_float32_head_of_a_bfloat16_model_has_float32_gradients_rounded_once() -> None:
+    """As if head and hidden states were float32 copies."""
+    hidden, targets, head = setup(50, seed=3)
+    head = head.bfloat16()
+    low = hidden.detach().bfloat16().requires_grad_()
+    use_float32(head)
+    for chunk_tokens in (50, 20):
+        options: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": chunk_tokens}
+        low.grad, head.weight.grad = None, None
+        logprobs, _ = token_logprobs(low, targets, head, lambda logits: logits, **options)
+        logprobs.sum().backward()
+        copies = low.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
+        expected = (copies[0] @ copies[1].T / 0.7).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        expected.sum().backward()
+        torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+        for found, exact in zip((low.grad, head.weight.grad), (c.grad for c in copies), strict=True):
+            assert found is not None
+            assert exact is not None
+            assert found.dtype == torch.bfloat16
+            roundings = 1 if chunk_tokens == 50 else 3  # a chunk's gradient is rounded on its own
+            assert (found.double() - exact).norm() <= roundings * 2**-9 * exact.norm()
 
 
 def plain(
@@ -151,7 +174,7 @@ def test_a_soft_cap_keeps_its_gradient() -> None:
         assert (gradient - right).norm() <= 1e-5 * right.norm()
 
 
-def peak_bytes(tokens: int, vocabulary: int) -> int:
+def peak_bytes(tokens: int, vocabulary: int, entropy_gradient: bool) -> int:
     """The most memory that tensors of one forward and backward pass held at once, hidden states aside."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.weak import WeakIdKeyDictionary
@@ -173,22 +196,51 @@ def peak_bytes(tokens: int, vocabulary: int) -> int:
     hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
     head = torch.nn.Linear(HIDDEN, vocabulary, bias=False)
     with Watch() as watch:
-        logprobs, _ = token_logprobs(
+        logprobs, entropy = token_logprobs(
             hidden,
             torch.zeros(tokens).long(),
             head,
             logit_transform(SimpleNamespace()),
             temperature=1.0,
-            chunk_tokens=64,
+            chunk_tokens=CHUNK,
+            entropy_gradient=entropy_gradient,
         )
-        logprobs.sum().backward()
+        (logprobs + entropy).sum().backward()
     return watch.peak
 
 
-def test_memory_does_not_grow_with_the_tokens() -> None:
-    """At most a chunk's logits exist at a time: four times the tokens take no more than their hidden states."""
-    vocabulary = 20_000
-    few, many = peak_bytes(128, vocabulary), peak_bytes(512, vocabulary)
-    assert few > 64 * vocabulary * 4  # a chunk's logits are seen
+CHUNK = 64
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_memory_is_that_of_one_chunk_s_logits(entropy_gradient: bool) -> None:
+    """Four times the tokens take no more than their hidden states, and a larger vocabulary as much more as one chunk's."""
+    few, many, wide = (
+        peak_bytes(tokens, vocabulary, entropy_gradient)
+        for tokens, vocabulary in ((128, 20_000), (512, 20_000), (512, 40_000))
+    )
+    logits = CHUNK * 20_000 * 4
+    assert few > logits, "a chunk's logits are not seen"
     assert many < 1.05 * few
-    assert many < 512 * vocabulary * 4  # never all of them
+    assert many < 512 * 20_000 * 4, "all of them at once"
+    assert wide < 2.05 * many
+    copies = (many - 2 * HIDDEN * 20_000 * 4) / logits  # the head and its gradient are no logits
+    assert copies < (7 if entropy_gradient else 5.5)
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_a_vocabulary_with_impossible_tokens(entropy_gradient: bool) -> None:
+    """Logits of -inf, as padding of a vocabulary has: 0 * -inf must be in neither entropy nor gradient."""
+    hidden, targets, head = setup(8, seed=5)
+    results = []
+    for width in (VOCABULARY, VOCABULARY + 4):
+
+        def padded(logits: torch.Tensor, more: int = width - VOCABULARY) -> torch.Tensor:
+            return torch.nn.functional.pad(logits, (0, more), value=-torch.inf)
+
+        options: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 8, "entropy_gradient": entropy_gradient}
+        logprobs, entropy = token_logprobs(hidden, targets, head, padded, **options)
+        loss = logprobs.sum() + (entropy.sum() if entropy_gradient else 0.0)
+        results.append((logprobs, entropy, *torch.autograd.grad(loss, (hidden, head.weight))))
+    for plain_one, with_padding in zip(*results, strict=True):
+        torch.testing.assert_close(with_padding, plain_one)

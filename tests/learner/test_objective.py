@@ -12,9 +12,10 @@ import torch
 from learner_data import MAX_STALENESS, VERSION, batch_of, cases, row, trajectory
 
 from learner import corrections, kl, losses
-from learner.batch import MicroBatchTensors, Row, build_tensors
-from learner.objective import PROXIMAL, Objective, micro_batch_loss
+from learner.batch import Coefficients, Row
+from learner.objective import PROXIMAL, Objective, TokenReturns, micro_batch_loss
 from learner.tally import Tally
+from learner.tensors import MicroBatchTensors, build_tensors
 
 PPO = Objective(losses.ppo_clip, {"clip_low": 0.2, "clip_high": 0.28})
 LOGPROBS = [[-0.5, -1.0, -2.0], [-0.3, -0.1, 0.0]]
@@ -63,6 +64,20 @@ def test_the_loss_is_the_weighted_sum_of_its_terms(batch: MicroBatchTensors) -> 
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert tally.total("loss") == pytest.approx(expected, rel=1e-6)
     assert tally.total("kl_ref") == pytest.approx(5 * divergence, rel=1e-5)
+
+
+def test_a_batchs_coefficients_take_the_place_of_the_objectives(batch: MicroBatchTensors) -> None:
+    logprobs, entropy = tensors()
+    ref = logprobs.detach() - 0.5
+    given = replace(PPO, kl=kl.k3, kl_coefficient=0.1, entropy_coefficient=0.01)
+    adapted = given.with_coefficients(Coefficients(kl=0.3, entropy=0.02))
+    assert adapted == replace(PPO, kl=kl.k3, kl_coefficient=0.3, entropy_coefficient=0.02)
+    assert given.with_coefficients(Coefficients()) == given
+    once, twice = (loss_of(o, batch, logprobs, entropy, ref_logprobs=ref)[0].item() for o in (given, adapted))
+    assert twice - once == pytest.approx(0.2 * (5 * 0.2 * (math.exp(-0.5) - 0.5) - 0.01 * 15), rel=1e-5)
+    charged = replace(PPO, returns=TokenReturns(gamma=0.9, kl_coefficient=0.1))
+    assert charged.with_coefficients(Coefficients(kl=0.3)).returns == TokenReturns(gamma=0.9, kl_coefficient=0.3)
+    assert PPO.with_coefficients(Coefficients(kl=0.3)) == PPO, "there is no KL term"
 
 
 def test_what_is_counted(batch: MicroBatchTensors) -> None:
@@ -135,6 +150,70 @@ def test_what_stands_outside_the_mask_is_never_read(batch: MicroBatchTensors) ->
     assert bad_logprobs.grad is not None
     inside = batch.response_mask
     assert torch.equal(logprobs.grad[inside], bad_logprobs.grad[inside])
+
+
+@pytest.mark.parametrize("estimator", kl.__all__)
+def test_nan_outside_the_mask_has_no_gradient_either(batch: MicroBatchTensors, estimator: str) -> None:
+    """A torch.where on the result would hide it from the loss, and 0 * NaN would come back as the gradient."""
+    objective = replace(PPO, kl=getattr(kl, estimator), kl_coefficient=0.1, entropy_coefficient=0.01)
+    results = []
+    for filler in (0.0, math.nan, math.inf):
+        logprobs, entropy, ref = (
+            x.detach().masked_fill(~batch.response_mask, filler) for x in (*tensors(), torch.zeros(2, 3))
+        )
+        logprobs.requires_grad_()
+        entropy.requires_grad_()
+        loss, _ = loss_of(objective, batch, logprobs, entropy, ref_logprobs=ref)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (logprobs, entropy))))
+        assert (results[-1][1][~batch.response_mask] == 0).all()
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+NASTY = [-math.inf, -1e4, math.nan]
+ESTIMATORS = [kl.k3, kl.k3_unbiased, kl.k2]
+
+
+@pytest.mark.parametrize("loss", losses.__all__)
+@pytest.mark.parametrize("proximal", PROXIMAL)
+def test_nasty_batches_have_finite_losses_and_gradients(loss: str, proximal: str) -> None:
+    """Whatever the engine reported, however far the policy went: with each correction that the pair may have."""
+    for correction in (None, *corrections.__all__):
+        if correction is not None and refused(loss, correction, proximal):
+            continue
+        for index, value in enumerate(NASTY):
+            batch = answers(MIXED, [[value, NASTY[index - 1], -0.1], [NASTY[index - 2], value]])
+            batch = replace(batch, advantages=torch.tensor([[0.0], [-1e6]]) if index % 2 else batch.advantages)
+            logprobs = torch.tensor([[-1e4, -0.1, NASTY[index - 2]], [-1e-6, -1e4, 0.0]]).nan_to_num(
+                nan=-1.0, neginf=-math.inf
+            )
+            logprobs.requires_grad_()
+            weigh = None if correction is None else getattr(corrections, correction)
+            objective = Objective(
+                getattr(losses, loss), proximal=proximal, correction=weigh, kl=ESTIMATORS[index], kl_coefficient=0.1
+            )
+            given = {"ref_logprobs": torch.full((2, 3), -0.5)}
+            if proximal == "recompute":
+                given["proximal_logprobs"] = torch.full((2, 3), -0.2).masked_fill(batch.versions == VERSION, -math.inf)
+            total, tally = loss_of(objective, batch, logprobs, torch.zeros(2, 3), **given)
+            total.backward()
+            assert total.isfinite()
+            assert logprobs.grad is not None
+            assert logprobs.grad.isfinite().all()
+            assert all(math.isfinite(value) for values in tally.sums.values() for value in values)
+
+
+@pytest.mark.parametrize("part", ["loss", "correction", "kl"])
+def test_a_function_that_gives_another_shape_is_named(part: str, batch: MicroBatchTensors) -> None:
+    """One number a row would be added to every token of every row without an error."""
+
+    def one_a_row(*tensors: torch.Tensor, **_: Any) -> Any:
+        rows = tensors[0].sum(1)
+        return losses.LossTerms(rows, rows.bool()) if part == "loss" else rows
+
+    objective = replace(PPO, **{part: one_a_row})
+    logprobs, entropy = tensors()
+    with pytest.raises(ValueError, match=r"one_a_row returned \[2\], expected one number a token, \[2, 3\]"):
+        loss_of(objective, batch, logprobs, entropy, ref_logprobs=torch.zeros(2, 3))
 
 
 def test_d36_a_logprob_that_the_engine_could_not_give_is_a_ratio_of_one() -> None:

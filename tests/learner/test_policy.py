@@ -6,8 +6,8 @@ import pytest
 import torch
 from learner_data import batch_of
 
-from learner.batch import build_tensors, text_tensors
 from learner.policy import Policy, PolicySettings
+from learner.tensors import build_tensors, text_tensors
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,24 @@ def test_the_reference_of_a_lora_policy_is_its_base(policy: Policy, tiny_path: s
     torch.testing.assert_close(reference, base, rtol=0, atol=1e-6)
     assert not torch.allclose(adapted, base, atol=1e-3)
     assert torch.equal(again, adapted)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_float32_head_rounds_no_logit(tiny_path: str, lora_rank: int) -> None:
+    """Its logprobs are those of the exact product of bfloat16 hidden states and weight; a bfloat16 head's are not."""
+    text = [1, 5, 9, 200, 31, 77, 78, 79]
+    errors = {}
+    for fp32_head in (False, True):
+        policy = Policy(PolicySettings(tiny_path, "bfloat16", lora_rank=lora_rank, fp32_head=fp32_head))
+        logprobs = policy(text_tensors([text]), 1.0)[0].detach().double()
+        causal_lm = policy.causal_lm
+        with torch.no_grad():
+            hidden = causal_lm.model(input_ids=torch.tensor([text])).last_hidden_state[0, :-1]
+            logits = hidden.double() @ causal_lm.get_output_embeddings().weight.double().T
+        exact = logits.log_softmax(-1).gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
+        errors[fp32_head] = float((logprobs[0] - exact).abs().max())
+    assert errors[True] < 2e-6
+    assert errors[False] > 1e-4
 
 
 def test_forward_passes_repeat_exactly(policy: Policy) -> None:

@@ -297,6 +297,8 @@ class FakeJudge:
 class FakeLearner:
     """A learner group of one rank. A batch moves its weights by 0.1; `dies_at` is a version it can't learn at."""
 
+    reference: Any = None  # stands for reference actors
+
     def __init__(self, *, learn_s: float = 0.0, dies_at: int | None = None) -> None:
         self.weights = 0.0
         self.optimizer_step = 0
@@ -309,7 +311,9 @@ class FakeLearner:
     def __len__(self) -> int:
         return 1
 
-    async def learn(self, plans: Sequence[RankPlan], payloads: Sequence[Any]) -> tuple[list[LearnReport], Tally, Any]:
+    async def learn(
+        self, plans: Sequence[RankPlan], payloads: Sequence[Any], references: Sequence[Any] | None = None
+    ) -> tuple[list[LearnReport], Tally, Any]:
         if len(self.batches) == self._dies_at:
             raise Killed
         await asyncio.sleep(self._learn_s)
@@ -350,6 +354,9 @@ class FakeLearner:
     async def export_model(self, folder: Path) -> None:
         await asyncio.to_thread(folder.mkdir)
         (folder / "weights").write_text(str(self.weights))
+
+    async def export_adapter(self, folder: Path) -> None:
+        await self.export_model(folder)
 
 
 class Killed(RuntimeError):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.compose import CONF_DIR, load
+from orchestrator.compose import CONF_DIR, changed, load
 from orchestrator.config import Config, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,6 +137,13 @@ class TestValues:
         assert isinstance(rate, float)
         assert rate == 1e-6
 
+    @pytest.mark.parametrize(("lora_rank", "rate"), [(0, 1e-6), (1, 1e-5), (64, 1e-5)])
+    def test_a_rate_of_null_is_a_figure_once_loaded(self, lora_rank: int, rate: float) -> None:
+        overrides = ["experiment=tiny", "learner.learning_rate=null", f"model.lora.rank={lora_rank}"]
+        config = load(overrides)
+        assert config.learner.learning_rate == rate
+        assert changed(config, ["learner.learning_rate=2e-4"]).learner.learning_rate == 2e-4
+
     @given(st.floats(min_value=1e-12, max_value=1.0))
     @settings(max_examples=10, deadline=None)
     def test_f27_any_rate_survives(self, rate: float) -> None:
@@ -245,6 +252,15 @@ class TestAlgorithm:
             (["algorithm.kl_coefficient=0.1", "algorithm.kl_estimator=k9"], "algorithm.kl_estimator=k9"),
             (["algorithm=gspo", "sampling.groups_per_batch=8", "algorithm.aggregation=token_mean"], "is defined with"),
             (["algorithm.correction=tis"], "set algorithm.proximal=recompute"),
+            (
+                ["learner.zero_stage=0", "model.dtype=bfloat16"],
+                "would add gradients up in bfloat16; expected 1, 2 or 3",
+            ),
+            (["learner.reference=elsewhere"], "learner.reference=elsewhere: expected one of ranks, offload, own"),
+            (["learner.reference=own", "learner.reference_ranks=0"], "learner.reference_ranks=0: expected at least 1"),
+            (["learner.reference=own", "model.lora.rank=8"], "a LoRA policy is its own reference"),
+            (["rollout.weights.transport=lora", "model.lora.rank=0"], "model.lora.rank=0 is full fine-tuning"),
+            (["rollout.weights.transport=lora", "model.lora.rank=513"], "vLLM serves adapters up to rank 512"),
         ],
     )
     def test_refused_before_anything_starts(self, overrides: list[str], words: str) -> None:

@@ -205,7 +205,7 @@ def three_kinds(trajectory: Trajectory) -> float:
 def test_a_run_with_the_sampler_resumes_with_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between checkpoints and resumed: each prompt is used or skipped once an epoch in the surviving lineage."""
     patch_ray(monkeypatch)
-    monkeypatch.setattr("orchestrator.run.prefix_sharing", lambda prepared: (True, 0.0))
+    monkeypatch.setattr("orchestrator.run.prefix_sharing", lambda prepared: True)
     sampler = ["sampling.difficulty.sampler=true", "sampling.difficulty.retest_share=0.05"]
     config = fake_config("data.epochs=5", "run.batches=99", "checkpoint.every_batches=2", "staleness.max=1", *sampler)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
-from fakes import ANSWER_TOKENS, FakeEngine, FakeLearner, FakeRun, fake_config, index_reward, patch_ray
+from fakes import ANSWER_TOKENS, FakeEngine, FakeLearner, FakeRun, LocalActor, fake_config, index_reward, patch_ray
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
+from learner.rank_group import LearnerError
+from learner.reference_group import ReferenceGroup
 from orchestrator.fleet import PartialsLost, RolloutFleet
 from orchestrator.journal import read_outcomes, read_trajectories
 from rollout_workers.trajectory import Trajectory
@@ -17,7 +23,7 @@ from rollout_workers.worker import RolloutRequest
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_ray(monkeypatch)
-    monkeypatch.setattr("orchestrator.run.prefix_sharing", lambda prepared: (True, 0.0))
+    monkeypatch.setattr("orchestrator.run.prefix_sharing", lambda prepared: True)
 
 
 def chosen(prompt_id: str) -> bool:
@@ -191,3 +197,86 @@ def test_the_adaptive_bound_follows_the_mismatch_and_survives_a_resume(
     assert resumed.values("staleness/bound") == [3, 3, 1]
     assert run.most_untrained <= 2 * 5
     assert resumed.most_untrained <= 2 * 4
+
+
+class FakeReference:
+    """A reference actor. It says -2 of every token; the answers of a `gone` prompt are lost on their way to it."""
+
+    def __init__(self, gone: str | None = None) -> None:
+        self.gone = gone
+        self.scored: list[str] = []
+
+    def ready(self) -> None:
+        pass
+
+    def score(self, answers: Sequence[Trajectory]) -> tuple[int, dict[tuple[str, int], np.ndarray]]:
+        self.scored.append(answers[0].group_id)
+        if answers[0].prompt_id == self.gone:
+            lost = ObjectLostError("ab", "", "")
+            raise RayTaskError("score", "lost", lost).as_instanceof_cause()
+        return len(answers), {(a.group_id, a.index): np.full(a.response_length, -2.0) for a in answers}
+
+
+class TestReferenceActors:
+    """learner.reference=own: groups are scored by them on their way to the learner."""
+
+    def start(self, folder: Path, actors: Sequence[FakeReference]) -> tuple[FakeRun, list[list[str]]]:
+        learned: list[list[str]] = []
+
+        class Learner(FakeLearner):
+            async def learn(self, plans, payloads, references=None):  # type: ignore[no-untyped-def]
+                found = [await reference for reference in references]
+                learned.append([group_id for of_group in found for group_id in {group for group, _ in of_group}])
+                groups = [(await payload)[0].group_id for payload in payloads]
+                assert learned[-1] == groups
+                return await super().learn(plans, payloads)
+
+        learner = Learner()
+        handles = [LocalActor(actor) for actor in actors]
+        learner.reference = ReferenceGroup(handles, start_timeout_s=1.0, timeout_s=0.5)
+        config = fake_config("algorithm.kl_coefficient=0.1", "learner.reference=own", "staleness.max=1")
+        run = FakeRun(folder, config, learner=learner)
+        return run, learned
+
+    def test_score_each_group_once_before_the_learner_gets_it(self, tmp_path: Path) -> None:
+        actors = [FakeReference(), FakeReference()]
+        run, learned = self.start(tmp_path, actors)
+        run.execute()
+        scored = [group_id for actor in actors for group_id in actor.scored]
+        assert sorted(scored) == sorted(group_id for groups in learned for group_id in groups)
+        assert len(set(scored)) == len(scored) == 8
+        assert all(actor.scored for actor in actors)
+
+    def test_answers_that_are_lost_on_their_way_cost_their_group_alone(self, tmp_path: Path) -> None:
+        run, learned = self.start(tmp_path, [FakeReference(gone="main:9")])
+        run.execute()
+        assert [len(groups) for groups in learned] == [2] * 4
+        fates = {o["prompt_id"]: o["outcome"] for o in read_outcomes(tmp_path).to_pylist()}
+        assert Counter(fates.values()) == {"trained": 8, "failed": 1}
+        assert fates["main:9"] == "failed"
+
+    def test_one_that_is_late_or_gone_ends_the_run_by_name(self, tmp_path: Path) -> None:
+        class Late(FakeReference):
+            async def score(self, answers):  # type: ignore[no-untyped-def]
+                await asyncio.sleep(60)
+
+        run, _ = self.start(tmp_path, [Late()])
+        with pytest.raises(LearnerError, match=r"reference actor 0 did not answer within"):
+            run.execute()
+
+        class Gone(FakeReference):
+            def score(self, answers):  # type: ignore[no-untyped-def]
+                raise RayActorError
+
+        run, _ = self.start(tmp_path / "gone", [Gone()])
+        with pytest.raises(LearnerError, match=r"reference actor 0 is gone"):
+            run.execute()
+
+    def test_a_failure_of_its_own_is_no_lost_answer(self, tmp_path: Path) -> None:
+        class Full(FakeReference):
+            def score(self, answers):  # type: ignore[no-untyped-def]
+                raise RayTaskError("score", "out of memory", MemoryError("device")).as_instanceof_cause()
+
+        run, _ = self.start(tmp_path, [Full()])
+        with pytest.raises(RayTaskError, match="out of memory"):
+            run.execute()

@@ -50,7 +50,7 @@ def test_the_shape_is_the_models() -> None:
 def test_parts_of_full_fine_tuning() -> None:
     parts = learner_memory(SEVEN_B, config()).parts
     assert parts["weights"] == 14e9
-    assert parts["gradients"] == 14e9 / 8
+    assert parts["gradients"] == 28e9 / 8
     assert parts["optimizer"] == 84e9 / 8
     assert parts["reference"] == 0
     assert parts["logits"] == 3 * 2 * 1024 * 128_000
@@ -89,6 +89,23 @@ def test_a_reference_is_a_second_model_unless_the_policy_is_an_adapter() -> None
 
     assert learner_memory(SEVEN_B, config(with_kl)).parts["reference"] == 14e9
     assert learner_memory(SEVEN_B, config(with_both)).parts["reference"] == 0
+
+
+def test_a_reference_weighs_where_it_lives() -> None:
+    def part(place: str, zero_stage: int, *, checkpointing: bool = False) -> float:
+        def change(c: Config) -> None:
+            c.algorithm.kl_coefficient = 0.1
+            c.learner.reference, c.learner.zero_stage = place, zero_stage
+            c.learner.gradient_checkpointing = checkpointing
+
+        return learner_memory(SEVEN_B, config(change)).parts["reference"]
+
+    assert part("ranks", 3) == 14e9 / 8
+    assert part("own", 2) == part("own", 3) == part("offload", 3) == 0
+    # What it takes of the device beyond what gradients and activations take there later.
+    there = learner_memory(SEVEN_B, config(lambda c: setattr(c.learner, "gradient_checkpointing", True))).parts
+    assert part("offload", 2, checkpointing=True) == 14e9 - there["gradients"] - there["activations"] > 0
+    assert part("offload", 2) == 0
 
 
 def test_too_much_is_refused_with_what_would_help() -> None:

@@ -17,6 +17,7 @@ def lay_out(
     mode: str = "split",
     device: str = "auto",
     reward_gpus: Sequence[float] = (),
+    references: int = 0,
     **sizes: int,
 ) -> Placement:
     """`sizes`: replicas, tensor_parallel_size, rollout_threads, ranks, learner_threads."""
@@ -27,6 +28,8 @@ def lay_out(
     config.rollout.threads = sizes.get("rollout_threads")
     config.learner.ranks = sizes.get("ranks", 1)
     config.learner.threads = sizes.get("learner_threads")
+    config.algorithm.kl_coefficient = 0.1 if references else 0.0
+    config.learner.reference, config.learner.reference_ranks = ("own", references) if references else ("ranks", 1)
     return plan(config, nodes, reward_gpus)
 
 
@@ -125,6 +128,55 @@ class TestGpu:
             lay_out(gpu(2, 2), tensor_parallel_size=4, ranks=1)
         with pytest.raises(ConfigError, match="room for 2 engines"):
             lay_out(gpu(3, 3), replicas=3, tensor_parallel_size=2, ranks=1)
+
+
+class TestReferenceActors:
+    """learner.reference=own."""
+
+    def test_have_gpus_of_their_own(self) -> None:
+        placement = lay_out(gpu(6), ranks=2, references=2, reward_gpus=[1.0])
+        assert placement.bundles[1:] == [{"GPU": 1.0, "CPU": 1.0}] * 5
+        shared = lay_out(gpu(3), "shared", replicas=2, ranks=2, references=1)
+        assert shared.bundles[-1] == {"GPU": 1.0, "CPU": 1.0}
+        assert sum(bundle["GPU"] for bundle in shared.bundles) == 3
+
+    def test_count_in_what_the_run_asks_for(self) -> None:
+        with pytest.raises(
+            ConfigError, match=r"asks for 5 GPUs .*learner\.ranks=2, learner\.reference_ranks=2, placement"
+        ):
+            lay_out(gpu(4), ranks=2, references=2)
+        with pytest.raises(ConfigError, match=r"asks for 3 CPU cores .*learner\.reference_ranks=1 with as many"):
+            lay_out(cpu(2), references=1)
+        with pytest.raises(ConfigError, match="asks for 2 CPU cores"):
+            lay_out(cpu(1), "shared", references=1)
+
+    def test_have_as_many_cores_as_a_rank_and_take_no_turns(self) -> None:
+        split = lay_out(cpu(8), ranks=2, references=1)
+        assert split.bundles == [{"CPU": 2.0}] * 4
+        shared = lay_out(cpu(2), "shared", references=1)
+        assert shared.bundles == [{"CPU": 0.5}, {"CPU": 0.5}, {"CPU": 1.0}]
+
+    @pytest.mark.parametrize("mode", ["split", "shared"])
+    def test_are_never_cut_over_nodes(self, mode: str) -> None:
+        placement = lay_out(cpu(4, 4), mode, ranks=2, references=2)
+        assert max(placement.learner_threads, placement.rollout_threads) <= 4
+        assert sum(bundle["CPU"] for bundle in placement.bundles) <= 8
+
+    def test_there_are_none_without_a_kl_term_or_with_an_adapter(self) -> None:
+        config = Config()
+        config.learner.reference = "own"
+        assert plan(config, cpu(8)).references == 0
+        config.algorithm.kl_coefficient = 0.1
+        assert plan(config, cpu(8)).references == 1
+        config.model.lora.rank = 8
+        assert plan(config, cpu(8)).references == 0
+
+    def test_one_that_is_offloaded_needs_a_gpu(self) -> None:
+        config = Config()
+        config.learner.reference, config.algorithm.kl_coefficient = "offload", 0.1
+        with pytest.raises(ConfigError, match=r"learner\.reference=offload .* leave it at ranks"):
+            plan(config, cpu(8))
+        assert plan(config, gpu(2)).references == 0
 
 
 class TestRewardModels:

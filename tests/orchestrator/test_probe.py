@@ -111,6 +111,23 @@ class TestCanary:
             asyncio.run(canary(engines))
         assert len(engines.learner.scales) == CANARY_ROUNDS
 
+    def test_a_perturbation_whose_effect_grows_no_further_is_enough(self) -> None:
+        """As of an adapter under the fixed head of a small random model."""
+
+        class Limited(Learner):
+            async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+                return [-1.0 - 0.2 * np.tanh(self.weights) * np.ones(len(ids) - 1) for ids in sequences]
+
+        class Following(Engines):
+            async def logprobs(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
+                values = -1.0 - 0.2 * np.tanh(self.follows * self.published)
+                return {"rollout-0": [np.full(len(ids) - 1, values) for ids in sequences]}
+
+        report = asyncio.run(canary(Following(Limited())))
+        assert 0.1 < report.learner_change < 0.2
+        with pytest.raises(WeightsDiverged, match="does not compute"):
+            asyncio.run(canary(Following(Limited(), follows=0.0)))
+
     def test_the_noise_it_measures_is_the_later_limit(self) -> None:
         async def scenario(follows_later: float) -> ProbeReport:
             engines = Engines(Learner(), noise=0.02)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from learner.batch import Coefficients
 from learner.tally import Tally
 from orchestrator import cli
 from orchestrator.api import replay
@@ -103,7 +104,13 @@ def loss_by_hand(groups: Sequence[Sequence[Answer]]) -> float:
 
 
 def write_run(
-    folder: Path, config: Config, groups: Sequence[Sequence[Answer]], metrics: Mapping[str, float], *, shards: int = 1
+    folder: Path,
+    config: Config,
+    groups: Sequence[Sequence[Answer]],
+    metrics: Mapping[str, float],
+    *,
+    shards: int = 1,
+    entropy_coefficient: float | None = None,
 ) -> None:
     """A run's folder with the batch that improved VERSION; its groups are dealt out to the shards as clerks do."""
     lineage = begin_lineage(folder / JOURNAL, None)
@@ -121,6 +128,7 @@ def write_run(
                 temperature=1.0,
                 sampling={},
                 dispatched_at_version=VERSION - 1,
+                entropy_coefficient=entropy_coefficient,
             )
             for group in groups[shard::shards]
             for answer in group
@@ -254,6 +262,21 @@ def test_what_the_journal_can_not_give_is_said_not_guessed(run: Path, overrides:
     assert figure.difference is None
     assert not figure.differs
     assert figure.note == why
+
+
+def test_a_coefficient_that_is_adapted_is_that_of_the_batch(tmp_path: Path) -> None:
+    """Not the one that the run began with: here the batch had no bonus, or one of 0.3."""
+    config = config_of("algorithm.entropy_target=0.5", "algorithm.entropy_coefficient=0.01")
+    groups = answers_of()
+    metrics = {"actor/loss": loss_by_hand(groups), "actor/entropy_coefficient": 0.0}
+    write_run(tmp_path / "none", config, groups, metrics, entropy_coefficient=0.0)
+    replayed = replay(tmp_path / "none")
+    assert replayed.differing == []
+    assert replayed["actor/loss"].replayed == pytest.approx(loss_by_hand(groups), rel=1e-6)
+    write_run(tmp_path / "some", config, groups, metrics, entropy_coefficient=0.3)
+    assert replay(tmp_path / "some")["actor/loss"].note == "holds an entropy bonus: needs replay.forward=true"
+    plan = plan_of(config, read_batch(tmp_path / "some", VERSION))
+    assert plan.ranks[0].coefficients == Coefficients(entropy=0.3)
 
 
 def test_a_skipped_update_takes_the_learners_figures_with_it(tmp_path: Path) -> None:

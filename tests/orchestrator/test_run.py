@@ -21,7 +21,7 @@ from rollout_workers.worker import RolloutRequest
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_ray(monkeypatch)
-    monkeypatch.setattr("orchestrator.run.prefix_sharing", lambda prepared: (True, 0.0))
+    monkeypatch.setattr("orchestrator.run.prefix_sharing", lambda prepared: True)
 
 
 def outcomes(folder: Path) -> list[tuple[str, int, str]]:
@@ -46,6 +46,12 @@ def test_synchronous_run(tmp_path: Path) -> None:
     assert {(row["optimizer_step_start"], row["optimizer_step_end"]) for row in trained} == {
         (n, n + 1) for n in range(4)
     }
+
+
+def test_a_lora_run_leaves_its_adapter_beside_the_merged_model(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, fake_config("model.lora.rank=4")).execute()
+    assert (tmp_path / "adapter" / "weights").read_text() == str(run.learner.weights)
+    assert sorted(path.name for path in tmp_path.glob("*.part")) == []
 
 
 def test_f19_a_fresh_start_loads_nothing_and_generates_before_any_broadcast(tmp_path: Path) -> None:

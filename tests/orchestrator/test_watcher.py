@@ -22,7 +22,7 @@ EVERYTHING = ("reward.watch.share=1", "reward.watch.window_batches=2")
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_ray(monkeypatch)
-    monkeypatch.setattr("orchestrator.run.prefix_sharing", lambda prepared: (True, 0.0))
+    monkeypatch.setattr("orchestrator.run.prefix_sharing", lambda prepared: True)
 
 
 @dataclass

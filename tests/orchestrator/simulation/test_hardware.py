@@ -95,7 +95,8 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         ((), 8),
         (("learner.gradient_checkpointing=false",), 6),
         (("learner.gradient_checkpointing=false", "model.lora.rank=8"), 4),
-        (("algorithm=grpo",), 10),  # with a KL term
+        (("algorithm=grpo", "algorithm.epochs_per_batch=2"), 8 * 2 + 2),  # with a KL term
+        (("algorithm=grpo", "learner.reference=own"), 8),
         (("algorithm.epochs_per_batch=2",), 16),
         (("algorithm.proximal=recompute", "algorithm.updates_per_batch=4"), 8 + 2 * 3 / 4),
     ],
