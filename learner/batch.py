@@ -31,13 +31,19 @@ class Row:
     payload: int
     position: int
     prompt_length: int
-    response_length: int
+    response_length: int  # sampled tokens
     advantage: float
     token_weight: float
+    other_length: int = 0  # tokens behind the prompt that were not sampled
+
+    @property
+    def own_length(self) -> int:
+        """Tokens behind the prompt."""
+        return self.response_length + self.other_length
 
     @property
     def length(self) -> int:
-        return self.prompt_length + self.response_length
+        return self.prompt_length + self.own_length
 
 
 PackedRow = tuple[Row, ...]  # answers that share one prompt
@@ -83,7 +89,7 @@ class RankPlan:
 
 def packed_length(packed: PackedRow) -> int:
     """Tokens of a packed row: the shared prompt once, then the answers."""
-    return packed[0].prompt_length + sum(row.response_length for row in packed)
+    return packed[0].prompt_length + sum(row.own_length for row in packed)
 
 
 def plan_updates(
@@ -122,10 +128,10 @@ def _spread(group: Sequence[Row], count: int) -> list[PackedRow]:
     """The group in `count` packed rows of about equal length."""
     packed: list[list[Row]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
-    for row in sorted(group, key=lambda row: -row.response_length):
+    for row in sorted(group, key=lambda row: -row.own_length):
         load, number = loads[0]
         packed[number].append(row)
-        heapq.heapreplace(loads, (load + row.response_length, number))
+        heapq.heapreplace(loads, (load + row.own_length, number))
     return [tuple(sorted(rows, key=lambda row: row.index)) for rows in packed]
 
 

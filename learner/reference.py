@@ -106,7 +106,7 @@ class ReferenceActor:
     def score(self, answers: Sequence[Trajectory]) -> tuple[int, dict[Answer, np.ndarray]]:
         """The logprobs of the answers of one group, and, apart from them because they are large, of how many answers."""
         # The prompt that they share ends where the first of them was sampled.
-        prompt = min(int(a.response_mask.argmax()) if a.response_mask.any() else len(a.token_ids) for a in answers)
+        prompt = min(a.prompt_length for a in answers)
         rows = [
             Row(a.group_id, a.index, 0, position, prompt, len(a.token_ids) - prompt, advantage=0.0, token_weight=0.0)
             for position, a in enumerate(answers)

@@ -192,5 +192,5 @@ def _check(row: Row, trajectory: Trajectory) -> None:
     if len(trajectory.token_ids) != row.length or trajectory.response_mask[: row.prompt_length].any():
         raise ValueError(
             f"member {row.index} of group {row.group_id}: {len(trajectory.token_ids)} tokens, the plan expects "
-            f"{row.prompt_length} of prompt and {row.response_length} of answer"
+            f"{row.prompt_length} of prompt and {row.own_length} of answer"
         )

@@ -177,7 +177,7 @@ def check_algorithm(config: AlgorithmConfig, answers_per_group: int) -> None:
             f"got {config.aggregation}"
         )
     _check_proximal(config)
-    _check_targets(config)
+    _check_coefficients(config)
     composed = objective(config)
     trial.try_loss(f"algorithm.loss={config.loss}", composed.loss, config.loss_options)
     if composed.correction is not None:
@@ -224,17 +224,17 @@ def _check_aggregation(config: AlgorithmConfig) -> None:
         )
 
 
-def _check_targets(config: AlgorithmConfig) -> None:
-    """A coefficient can be steered only where it has an effect."""
+def _check_coefficients(config: AlgorithmConfig) -> None:
+    """A term must pull, and a coefficient can be steered only where it has an effect."""
     target = f"algorithm.kl_target={config.kl_target}"
     if config.kl_target is not None and not config.kl_coefficient > 0:
         raise ConfigError(
             f"{target} multiplies algorithm.kl_coefficient={config.kl_coefficient}: expected a coefficient above 0 to start with"
         )
-    if config.kl_target is not None and config.kl_placement == "loss" and config.kl_estimator == kl.k1.__name__:
+    if config.kl_coefficient and config.kl_placement == "loss" and config.kl_estimator == kl.k1.__name__:
         raise ConfigError(
-            f"{target} with algorithm.kl_estimator=k1: as a loss its expected gradient is 0, so no coefficient reaches the target; "
-            "expected algorithm.kl_estimator=k2, k3 or k3_unbiased, or algorithm.kl_placement=reward"
+            "algorithm.kl_estimator=k1 as a term of the loss pulls nowhere, its expected gradient is 0; expected "
+            "algorithm.kl_estimator=k2, k3 or k3_unbiased, or algorithm.kl_placement=reward"
         )
     most = config.entropy_coefficient_max
     if config.entropy_target is not None and not 0 <= config.entropy_coefficient <= most:

@@ -109,6 +109,7 @@ def _rows(
                 response_length=report.response_length,
                 advantage=advantages[group.group_id, index],
                 token_weight=0.0,
+                other_length=report.other_length,
             )
         )
     return rows

@@ -28,7 +28,7 @@ def update_on(
     weights = iter(token_weights(config.algorithm, lengths, numbers))
     rows = [
         [
-            Row(t.group_id, t.index, number, place, _prompt_length(t), t.response_length, advantage, next(weights))
+            Row(t.group_id, t.index, number, place, t.prompt_length, t.response_length, advantage, next(weights))
             for place, (t, advantage) in enumerate(group)
         ]
         for number, group in enumerate(groups)
@@ -105,7 +105,3 @@ def answer_of(prompt: Prompt, index: int, text: str, ids: Sequence[int]) -> Traj
         finish_reason="stop",
         metadata={"prompt_length_messages": len(prompt.messages)},
     )
-
-
-def _prompt_length(trajectory: Trajectory) -> int:
-    return int(np.argmax(trajectory.response_mask))

@@ -24,7 +24,7 @@ from orchestrator.prompts import Prompt
 from orchestrator.sampling_types import Batch, BatchGroup, Counts, Member, Tally
 from orchestrator.sinks import read_metrics
 from rollout_workers.trajectory import RewardResult, Status, Trajectory, VersionSpan
-from rollout_workers.worker import MemberReport
+from rollout_workers.worker import report_of
 
 _NUMBER = re.compile(r"g\d+-(\d+)")  # of a group's id: the order of dispatch
 
@@ -152,23 +152,12 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
     )
 
 
-def _counts(trajectory: Trajectory) -> tuple[tuple[int, int], ...]:
-    """(version, number of tokens), as an engine reports them."""
-    counts: dict[int, int] = {}
-    for span in trajectory.version_spans:
-        counts[span.version] = counts.get(span.version, 0) + span.end - span.start
-    return tuple(sorted(counts.items()))
-
-
 def _flight(members: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory]) -> Flight:
     first = trajectories[0]
     prompt = Prompt(first.prompt_id, "", tuple(first.prompt_messages), {}, None, members[0]["epoch"], None)
     flight = Flight(first.group_id, prompt, len(members), members[0]["dispatched_at_version"])
     for t in trajectories:
-        written = t.response_length
-        flight.reports[t.index] = MemberReport(
-            t.index, _counts(t), written, len(t.token_ids) - written, truncated=t.truncated
-        )
+        flight.reports[t.index] = report_of(t)
         if t.reward is not None:
             flight.results[t.index] = t.reward
     return flight
@@ -179,7 +168,9 @@ def _group(members: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajecto
     known = [Member(index, Status.ERRORED) for index in range(1 + max(t.index for t in trajectories))]
     for t in trajectories:
         status, value = (Status.ERRORED, None) if t.reward is None else (t.reward.status, t.reward.value)
-        known[t.index] = Member(t.index, status, value, value, _counts(t), t.response_length, t.truncated)
+        known[t.index] = Member(
+            t.index, status, value, value, report_of(t).token_versions, t.response_length, t.truncated
+        )
     trained = tuple(row["index"] for row in members if row["trained"])
     first = trajectories[0]
     return BatchGroup(first.group_id, first.prompt_id, members[0]["epoch"], tuple(known), trained)

@@ -121,6 +121,11 @@ class Trajectory:
         return int(self.response_mask.sum())
 
     @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first one that the policy sampled; all of them where it sampled none."""
+        return int(self.response_mask.argmax()) if self.response_mask.any() else len(self.token_ids)
+
+    @property
     def truncated(self) -> bool:
         """The engine stopped at the length limit. Decided by finish reason: an answer may end without EOS."""
         return self.finish_reason == "length"

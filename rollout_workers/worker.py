@@ -66,11 +66,12 @@ class MemberReport:
 
     index: int
     token_versions: tuple[tuple[int, int], ...] = ()  # (version, number of tokens)
-    response_length: int = 0
+    response_length: int = 0  # sampled tokens
     prompt_length: int = 0
     truncated: bool = False
     parked: bool = False
     error: str | None = None
+    other_length: int = 0  # tokens behind the prompt that were not sampled: tools' results, templates of further turns
 
     @property
     def in_payload(self) -> bool:
@@ -128,7 +129,7 @@ class RolloutWorker:
             if isinstance(result, BaseException):
                 members.append(MemberReport(index, error=f"{type(result).__name__}: {result}"))
                 continue
-            members.append(_report(result))
+            members.append(report_of(result))
             if members[-1].in_payload:
                 trajectories.append(result)
         return RolloutReport(tuple(members), started_at, time.time()), tuple(trajectories)
@@ -244,7 +245,8 @@ class RolloutWorker:
         await self._engine.close()
 
 
-def _report(trajectory: Trajectory) -> MemberReport:
+def report_of(trajectory: Trajectory) -> MemberReport:
+    """Of an answer, whole or parked."""
     counts: dict[int, int] = {}
     for span in trajectory.version_spans:
         counts[span.version] = counts.get(span.version, 0) + span.end - span.start
@@ -253,9 +255,10 @@ def _report(trajectory: Trajectory) -> MemberReport:
         trajectory.index,
         tuple(sorted(counts.items())),
         written,
-        len(trajectory.token_ids) - written,
+        trajectory.prompt_length,
         trajectory.truncated,
         trajectory.finish_reason == PARKED,
+        other_length=len(trajectory.token_ids) - trajectory.prompt_length - written,
     )
 
 

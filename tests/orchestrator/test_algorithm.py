@@ -98,8 +98,8 @@ def test_reinforce_has_no_ratio_to_complete_half_an_importance_weight() -> None:
         check_algorithm(AlgorithmConfig(loss="reinforce", correction="token_tis"), 4)
 
 
-@pytest.mark.parametrize("name", kl.__all__)
-def test_every_kl_estimator_is_accepted(name: str) -> None:
+@pytest.mark.parametrize("name", sorted({*kl.__all__} - {"k1"}))  # k1 has no gradient as a loss
+def test_every_kl_estimator_that_pulls_is_accepted(name: str) -> None:
     config = AlgorithmConfig(kl_coefficient=0.1, kl_estimator=name)
     check_algorithm(config, 4)
     assert objective(config).kl is getattr(kl, name)

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,13 +14,14 @@ from hypothesis import strategies as st
 
 from learner.advantages import gdpo
 from learner.batch import RankPlan, Row
+from learner.tensors import build_tensors
 from orchestrator.batching import LearningPlan, plan_learning
 from orchestrator.config import Config, RewardFunctionConfig
 from orchestrator.flight import Flight
 from orchestrator.prompts import Prompt
 from orchestrator.sampling_types import Batch, BatchGroup, Counts, Member, Tally
-from rollout_workers.trajectory import RewardResult, Status
-from rollout_workers.worker import MemberReport
+from rollout_workers.trajectory import RewardResult, Status, Trajectory, VersionSpan
+from rollout_workers.worker import MemberReport, report_of
 
 PROMPT_TOKENS = 5
 Answers = Sequence[tuple[float | None, int]]  # (reward, or None if it failed; tokens) of each member
@@ -73,6 +75,29 @@ def weight_sum(rows: Sequence[Row]) -> float:
 
 
 EVEN = [[(1.0, 4), (0.0, 6)], [(0.0, 3), (1.0, 3)], [(1.0, 2), (0.0, 8)], [(1.0, 5), (0.0, 5)]]
+
+
+def conversation(index: int, sampled: int, between: int) -> Trajectory:
+    """A prompt, an answer in two parts, and between them what a tool said."""
+    mask = np.array([False] * PROMPT_TOKENS + [True] * (sampled - 1) + [False] * between + [True])
+    spans = (VersionSpan(PROMPT_TOKENS, PROMPT_TOKENS + sampled - 1, 0), VersionSpan(len(mask) - 1, len(mask), 0))
+    ids = np.where(np.arange(len(mask)) < PROMPT_TOKENS, 7, 10 + index).astype(np.int32)
+    return Trajectory("g0", index, "p0", (), ids, mask, np.where(mask, -1.0, 0.0).astype(np.float32), spans, "stop")
+
+
+def test_tokens_of_tools_are_in_the_rows_but_in_no_denominator() -> None:
+    answers = [conversation(0, sampled=4, between=5), conversation(1, sampled=2, between=1)]
+    batch, flights = make_batch([[(1.0, 4), (0.0, 2)]])
+    flights["g0"].reports.update({answer.index: report_of(answer) for answer in answers})
+    made = plan_learning(make_config(), batch, flights, ranks=1, share_prefixes=True)
+    assert [(row.prompt_length, row.response_length, row.other_length) for row in made.rows] == [
+        (PROMPT_TOKENS, 4, 5),
+        (PROMPT_TOKENS, 2, 1),
+    ]
+    [[micro_batch]] = made.ranks[0].updates
+    tensors = build_tensors(micro_batch, {0: answers})
+    weights = tensors.token_weights.expand_as(tensors.response_mask)[tensors.response_mask]
+    assert weights.tolist() == pytest.approx([1 / 6] * 6)  # token_mean: of sampled tokens
 
 
 def test_advantages_by_group_id_and_index() -> None:

@@ -82,12 +82,12 @@ def test_a_state_is_gone_on_from_unless_the_coefficient_is_fixed_now() -> None:
     ("changes", "message"),
     [
         ({"kl_target": 0.1}, r"kl_target=0\.1 multiplies algorithm\.kl_coefficient=0\.0: expected .* above 0"),
-        ({"kl_target": 0.1, "kl_coefficient": 0.1, "kl_estimator": "k1"}, "kl_estimator=k1: as a loss"),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "kl_estimator=k1 as a term of the loss pulls nowhere"),
         ({"entropy_target": 0.1, "entropy_coefficient": -0.1}, "from 0 to algorithm.entropy_coefficient_max=0.05"),
         ({"entropy_target": 0.1, "entropy_coefficient": 0.1}, "from 0 to algorithm.entropy_coefficient_max=0.05"),
     ],
 )
-def test_targets_that_no_coefficient_reaches_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_terms_without_pull_and_targets_that_no_coefficient_reaches_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_algorithm(AlgorithmConfig(**changes), 4)
 
