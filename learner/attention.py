@@ -2,8 +2,8 @@
 
 Contract. `tree_mask` says who sees whom, once for all layers, and `tree_attention` is the attention function that reads it. A row
 that does not branch is plainly causal and needs no mask: attention has its fastest kernel, and padding, which stands behind
-everything, is seen by nobody. Where rows branch, no pair of tokens is computed of which one does not see the other. On a GPU that
-is what FlexAttention's block mask is for. It has no backward pass on CPUs; there attention goes node by node, each a causal
+everything, is seen by nobody. Where rows branch, pairs of tokens of which one does not see the other are not computed: on a GPU by
+FlexAttention's block mask, in blocks of 128. It has no backward pass on CPUs; there attention goes node by node, each a causal
 square and what descends from it a full rectangle, and the parts of a token's softmax are joined by their log-sums.
 """
 
@@ -145,10 +145,17 @@ def _parts(nodes: list[tuple[int, int, int, int]]) -> Iterator[tuple[tuple[slice
 
 
 def use_tree_attention(model: Any) -> None:
-    """Give a Hugging Face model that runs with SDPA `tree_attention` in its place. ValueError: its attention is its own."""
+    """Give a Hugging Face model that runs with SDPA `tree_attention` in its place.
+
+    ValueError: its attention is its own, or caps its scores, which SDPA would leave out without a word.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        raise ValueError(
+            f"{type(model).__name__} caps attention scores (attn_logit_softcapping), which SDPA can't compute"
+        )
     AttentionInterface.register(NAME, tree_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # for a caller's own two-dimensional masks
     model.set_attn_implementation(NAME)

@@ -1,5 +1,5 @@
 """The policy network of a learner rank: a Hugging Face causal model that answers one question, «how likely are these
-tokens?», with full fine-tuning or LoRA, and a frozen reference where a KL term needs one.
+tokens?», with full fine-tuning or LoRA. A LoRA policy without its adapter is the frozen base.
 
 It is one `nn.Module` whose `forward` does everything, because DeepSpeed's ZeRO-3 gathers parameters in hooks around
 forward calls.
@@ -42,7 +42,7 @@ class Policy(torch.nn.Module):
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(settings.seed)  # LoRA's A matrices are random: equal on all ranks
-        # Asked for by name, SDPA is refused by models whose attention it can't compute; the trees' attention rests on it.
+        # Asked for by name, SDPA is refused by most models whose attention it can't compute; the trees' attention rests on it.
         model = AutoModelForCausalLM.from_pretrained(
             settings.model_path, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa"
         )

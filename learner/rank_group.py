@@ -28,11 +28,13 @@ class LearnerError(RuntimeError):
 
 
 async def answer_of(who: str, reference: Any, timeout_s: float) -> Any:
-    """What an actor answers. Raises LearnerError, naming it, where it is gone or does not in time."""
-    from ray.exceptions import RayActorError
+    """What an actor answers, or raises. Raises LearnerError, naming it, where it is gone or does not answer in time."""
+    from ray.exceptions import RayActorError, RayTaskError
 
     try:
         return await asyncio.wait_for(reference, timeout_s)
+    except RayTaskError:  # it answered; its error may be a TimeoutError as well, or tell of another actor's death
+        raise
     except TimeoutError as error:
         raise LearnerError(f"{who} did not answer within {timeout_s:.0f} s") from error
     except RayActorError as error:

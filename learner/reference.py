@@ -108,7 +108,17 @@ class ReferenceActor:
         # The prompt that they share ends where the first of them was sampled.
         prompt = min(a.prompt_length for a in answers)
         rows = [
-            Row(a.group_id, a.index, 0, position, prompt, len(a.token_ids) - prompt, advantage=0.0, token_weight=0.0)
+            Row(
+                a.group_id,
+                a.index,
+                payload=0,
+                position=position,
+                prompt_length=prompt,
+                response_length=a.response_length,
+                advantage=0.0,
+                token_weight=0.0,
+                other_length=len(a.token_ids) - prompt - a.response_length,
+            )
             for position, a in enumerate(answers)
         ]
         [plan] = plan_updates([[rows]], version=0, max_staleness=0, ranks=1, **self._cut)

@@ -105,9 +105,11 @@ class Survey:
                 # A token whose logprob the engine could not give is charged nothing.
                 own = torch.where(behaviour.isfinite(), behaviour, ref)
                 penalty = reward_penalty(own, ref, batch.response_mask, coefficient=r.kl_coefficient)
-            rewards = batch.advantages[:, 0]
-            of_tokens = discounted_returns(rewards, batch.response_mask, token_rewards=penalty, gamma=r.gamma)
-            returns[place] = of_tokens, batch.response_mask
+                penalty = penalty.cpu()
+            # On the host: on GPUs torch has no sum along a row that repeats bit by bit.
+            rewards, mask = batch.advantages[:, 0].cpu(), batch.response_mask
+            of_tokens = discounted_returns(rewards, mask.cpu(), token_rewards=penalty, gamma=r.gamma)
+            returns[place] = of_tokens.to(mask.device), mask
         if not returns:  # no answer of the batch is left in the loss
             return {}
         mean, variance = mean_and_variance(

@@ -189,6 +189,8 @@ def _check(row: Row, trajectory: Trajectory) -> None:
             f"the plan expects member {row.index} of group {row.group_id}, its payload holds member "
             f"{trajectory.index} of group {trajectory.group_id}"
         )
+    if row.prompt_length < 1:
+        raise ValueError(f"member {row.index} of group {row.group_id} has no prompt: nothing predicts its first token")
     if len(trajectory.token_ids) != row.length or trajectory.response_mask[: row.prompt_length].any():
         raise ValueError(
             f"member {row.index} of group {row.group_id}: {len(trajectory.token_ids)} tokens, the plan expects "

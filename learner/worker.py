@@ -433,7 +433,12 @@ class LearnerRank:
         mine = f"pp_rank_{self._rank}_"
         names = [name for name in written if mine in name or (self._rank == 0 and "pp_rank" not in name)]
         if self._adapter is not None:
-            names += [f"adapter/{name}" for name in self.export_adapter(f"{folder}/adapter")]
+            from safetensors import SafetensorError
+
+            try:
+                names += [f"adapter/{name}" for name in self.export_adapter(f"{folder}/adapter")]
+            except SafetensorError as error:  # which is no OSError, whatever the system said
+                raise OSError(f"learner rank {self._rank} could not write the adapter: {error}") from error
         return names
 
     def load(self, folder: str) -> int:

@@ -94,7 +94,6 @@ _AT_LEAST = {
     "doctor.groups": 1,
     "replay.version": 0,
     "model.lora.rank": 0,
-    "model.lora.alpha": 0,
     "simulate.steps": 1,
     "simulate.rollout_gpus": 1,
     "simulate.learner_gpus": 1,
@@ -113,6 +112,7 @@ _AT_LEAST = {
     "simulate.learner_speed_while_generating": 0,
 }
 _ABOVE_ZERO = (
+    "model.lora.alpha",
     "run.watchdog_s",
     "reward.timeout_s",
     "reward.watch.max_gap",

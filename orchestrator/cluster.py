@@ -296,7 +296,8 @@ class Cluster:
                 for number in range(placement.references)
             ],
             start_timeout_s=config.learner.start_timeout_s,
-            timeout_s=config.learner.step_timeout_s,
+            # Before the watchdog, which could not name the actor.
+            timeout_s=min(config.learner.step_timeout_s, config.run.watchdog_s / 2),
         )
 
     async def _leave(self) -> None:

@@ -62,13 +62,18 @@ class CoefficientControl:
             )
 
     def state(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {"kl": self._kl, "entropy": self._entropy, "bonus": self._bonus}
+        """JSON-able; None for a coefficient that is fixed."""
+        a = self._config
+        return {
+            "kl": None if a.kl_target is None else self._kl,
+            "entropy": None if a.entropy_target is None else self._entropy,
+            "bonus": self._bonus,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. A coefficient that is fixed now is the configured one, whatever it was before."""
-        if self._config.kl_target is not None:
+        """Go on from `state`. A coefficient that is fixed, now or then, is or begins as the configured one."""
+        if self._config.kl_target is not None and state["kl"] is not None:
             self._kl = state["kl"]
-        if self._config.entropy_target is not None:
+        if self._config.entropy_target is not None and state["entropy"] is not None:
             self._entropy = min(state["entropy"], self._config.entropy_coefficient_max)
             self._bonus = state["bonus"]

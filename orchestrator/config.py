@@ -232,7 +232,7 @@ class AlgorithmConfig:
     # Nats: after each batch entropy_coefficient moves up by entropy_step while actor/entropy is at or below this, else down,
     # and then the next batch has no bonus; null: it is fixed.
     entropy_target: float | None = None
-    entropy_step: float = 0.001
+    entropy_step: float = 0.001  # of entropy_coefficient, a batch
     entropy_coefficient_max: float = 0.05  # with a target
     # top_entropy | clip_cov | kl_cov, of learner.selection: tokens treated apart, at one more forward pass an update
     selection: str | None = None

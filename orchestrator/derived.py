@@ -58,7 +58,10 @@ def prefix_sharing(prepared: Prepared) -> bool:
 
     wanted = prepared.config.learner.share_prefixes
     text_config = AutoConfig.from_pretrained(prepared.model_path).get_text_config()
-    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    # Older configurations do not name their layers' kinds: a window is one for all.
+    window = getattr(text_config, "sliding_window", None)
+    unnamed = ["full_attention" if window is None else "sliding_attention"]
+    kinds = set(getattr(text_config, "layer_types", None) or unnamed)
     possible = kinds == {"full_attention"}
     if wanted and not possible:
         raise ConfigError(

@@ -148,7 +148,12 @@ class Dispatcher:
         try:
             if not await self._generate(flight):
                 return
-            await asyncio.gather(self._score(flight, flight.payload), self._refer(flight))
+            referring = asyncio.ensure_future(self._refer(flight))
+            try:
+                await self._score(flight, flight.payload)
+                await referring
+            finally:
+                referring.cancel()
         except (PartialsLost, AnswersLost) as error:
             self._carry_out(self._queue.failed(flight.group_id, str(error)))
             return

@@ -189,7 +189,8 @@ def actor_environment(threads: int, device: str) -> dict[str, str]:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # Large tensors come from the heap, which keeps what is freed. By default glibc maps memory anew for each of them, and
-            # touching fresh pages costs a learner as much time as its whole optimizer step.
+            # touching fresh pages costs a learner as much time as its whole optimizer step. It is so on the main thread's heap,
+            # where actors that are no coroutines work, and with a glibc that takes so large a threshold (2.36 does).
             "MALLOC_MMAP_THRESHOLD_": KEPT_BYTES,
             "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES,
         }

@@ -28,6 +28,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from learner.batch import Coefficients
 from learner.objective import Objective, micro_batch_loss
 from learner.rank_group import LearnerGroup
 from learner.survey import Survey
@@ -94,6 +95,14 @@ class Replay:
         return found[0]
 
 
+def coefficients_of(config: Config, recorded: RecordedBatch) -> Coefficients:
+    """Those of the batch, where they are adapted; overrides of the configuration may have fixed them."""
+    a, of_batch = config.algorithm, recorded.coefficients
+    return Coefficients(
+        kl=None if a.kl_target is None else of_batch.kl, entropy=None if a.entropy_target is None else of_batch.entropy
+    )
+
+
 def plan_of(config: Config, recorded: RecordedBatch, share_prefixes: bool = False) -> LearningPlan:
     """The optimizer updates that the run's code makes of the batch.
 
@@ -105,7 +114,7 @@ def plan_of(config: Config, recorded: RecordedBatch, share_prefixes: bool = Fals
         recorded.flights,
         ranks=config.learner.ranks,
         share_prefixes=share_prefixes,
-        coefficients=recorded.coefficients,
+        coefficients=coefficients_of(config, recorded),
     )
 
 
@@ -187,7 +196,7 @@ def _learner_figures(
     config: Config, recorded: RecordedBatch, plan: LearningPlan, scored: Scored | None
 ) -> list[Figure]:
     """`actor/*` and `mismatch/*` of the record, in its order, but for what a backward pass or the schedule gives."""
-    a, composed = config.algorithm, objective(config.algorithm).with_coefficients(recorded.coefficients)
+    a, composed = config.algorithm, objective(config.algorithm).with_coefficients(coefficients_of(config, recorded))
     updates = len(plan.ranks[0].updates)
     stored = _metrics_of(stored_tally(config, recorded), updates)
     passed = {} if scored is None else _metrics_of(scored.tally, updates)
@@ -266,7 +275,7 @@ def stored_tally(config: Config, recorded: RecordedBatch) -> Tally:
     # One rank does it all here: sums over the ranks are its own.
     plan = plan_of(dataclasses.replace(config, learner=dataclasses.replace(config.learner, ranks=1)), recorded)
     [of_rank] = plan.ranks
-    composed = objective(config.algorithm).with_coefficients(recorded.coefficients)
+    composed = objective(config.algorithm).with_coefficients(coefficients_of(config, recorded))
     composed = dataclasses.replace(
         composed, kl=None, selection=None, returns=None if composed.needs_reference else composed.returns
     )

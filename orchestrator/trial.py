@@ -82,7 +82,7 @@ def check_numbers(key: str, found: Any, like: Tensor) -> None:
 def call(key: str, function: Callable[..., Any], options: Mapping[str, Any], *arguments: Any, **data: Any) -> Any:
     """The function's result. `key` is as in algorithm.loss=NAME; its options are algorithm.loss_options."""
     options_key = f"{key.partition('=')[0]}_options"
-    _check_options(options_key, function, options)
+    _check_options(options_key, function, options, len(arguments))
     try:
         return function(*arguments, **data, **options)
     except Exception as error:  # a user's function may raise anything
@@ -98,12 +98,19 @@ def _check_result(key: str, what: str, found: Any, mask: Tensor) -> None:
         raise ConfigError(f"{key} returned {what} that is not finite: {found.tolist()}")
 
 
-def _check_options(key: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _check_options(key: str, function: Callable[..., Any], options: Mapping[str, Any], given: int) -> None:
+    """`given` arguments are passed by position: what stands behind them may be an option."""
     parameters = inspect.signature(function).parameters
-    named = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = positional[given:] + [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
     try:
         hints = get_type_hints(function)
-    except (NameError, TypeError):  # a user's annotations need not be there at run time
+    except (
+        NameError,
+        TypeError,
+        AttributeError,
+        SyntaxError,
+    ):  # a user's annotations need not mean anything at run time
         hints = {}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name, value in options.items():
@@ -113,7 +120,9 @@ def _check_options(key: str, function: Callable[..., Any], options: Mapping[str,
         elif not takes_all:
             near = difflib.get_close_matches(name, named, n=1)
             hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(named) or 'none'}"
-            raise ConfigError(f"{key}: {function.__name__} got an unexpected keyword argument {name!r}; {hint}")
+            raise ConfigError(
+                f"{key}: {getattr(function, '__name__', repr(function))} got an unexpected keyword argument {name!r}; {hint}"
+            )
 
 
 _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", type(None): "null"}

@@ -57,6 +57,11 @@ def runner() -> Iterator[asyncio.Runner]:
         yield runner
 
 
+def _heed_ctrl_c() -> None:
+    """A shell that runs the tests in the background has them ignore it, and what they start inherits that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Launched:
     """A run in a process of its own: what it prints, writes, starts and leaves."""
 
@@ -68,7 +73,12 @@ class Launched:
         with log.open("wb") as output:
             # A session of its own, as a terminal gives: Ctrl-C goes to the whole process group.
             self.process = subprocess.Popen(
-                arguments, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                arguments,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_heed_ctrl_c,
             )
         self.shared_memory: set[str] = set()
 

@@ -78,6 +78,13 @@ def test_a_state_is_gone_on_from_unless_the_coefficient_is_fixed_now() -> None:
     assert fixed.metrics() == {"actor/kl_coefficient": 0.3}
 
 
+def test_a_coefficient_that_was_fixed_begins_as_configured() -> None:
+    before = CoefficientControl(AlgorithmConfig())
+    control = CoefficientControl(AlgorithmConfig(kl_coefficient=0.01, kl_target=0.1, entropy_target=1.0))
+    control.restore(before.state())
+    assert control.of_batch == Coefficients(kl=0.01, entropy=0.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -87,7 +94,9 @@ def test_a_state_is_gone_on_from_unless_the_coefficient_is_fixed_now() -> None:
         ({"entropy_target": 0.1, "entropy_coefficient": 0.1}, "from 0 to algorithm.entropy_coefficient_max=0.05"),
     ],
 )
-def test_terms_without_pull_and_targets_that_no_coefficient_reaches_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_terms_without_pull_and_targets_that_no_coefficient_reaches_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_algorithm(AlgorithmConfig(**changes), 4)
 

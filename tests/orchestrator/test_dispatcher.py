@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import ANSWER_TOKENS, FakeEngine, FakeLearner, FakeRun, LocalActor, fake_config, index_reward, patch_ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError, RayTaskError
 
 from learner.rank_group import LearnerError
 from learner.reference_group import ReferenceGroup
@@ -200,10 +200,10 @@ def test_the_adaptive_bound_follows_the_mismatch_and_survives_a_resume(
 
 
 class FakeReference:
-    """A reference actor. It says -2 of every token; the answers of a `gone` prompt are lost on their way to it."""
+    """A reference actor. It says -2 of every token; the answers of a `gone` prompt are lost on their way to it, by `cause`."""
 
-    def __init__(self, gone: str | None = None) -> None:
-        self.gone = gone
+    def __init__(self, gone: str | None = None, cause: Exception | None = None) -> None:
+        self.gone, self.cause = gone, cause
         self.scored: list[str] = []
 
     def ready(self) -> None:
@@ -212,8 +212,7 @@ class FakeReference:
     def score(self, answers: Sequence[Trajectory]) -> tuple[int, dict[tuple[str, int], np.ndarray]]:
         self.scored.append(answers[0].group_id)
         if answers[0].prompt_id == self.gone:
-            lost = ObjectLostError("ab", "", "")
-            raise RayTaskError("score", "lost", lost).as_instanceof_cause()
+            raise RayTaskError("score", "lost", self.cause).as_instanceof_cause()
         return len(answers), {(a.group_id, a.index): np.full(a.response_length, -2.0) for a in answers}
 
 
@@ -247,8 +246,9 @@ class TestReferenceActors:
         assert len(set(scored)) == len(scored) == 8
         assert all(actor.scored for actor in actors)
 
-    def test_answers_that_are_lost_on_their_way_cost_their_group_alone(self, tmp_path: Path) -> None:
-        run, learned = self.start(tmp_path, [FakeReference(gone="main:9")])
+    @pytest.mark.parametrize("cause", [ObjectLostError("ab", "", ""), ActorDiedError()], ids=["object", "its actor"])
+    def test_answers_that_are_lost_on_their_way_cost_their_group_alone(self, tmp_path: Path, cause: Exception) -> None:
+        run, learned = self.start(tmp_path, [FakeReference(gone="main:9", cause=cause)])
         run.execute()
         assert [len(groups) for groups in learned] == [2] * 4
         fates = {o["prompt_id"]: o["outcome"] for o in read_outcomes(tmp_path).to_pylist()}

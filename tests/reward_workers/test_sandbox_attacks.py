@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -200,21 +201,27 @@ def interpreter(folder: Path) -> Path:
     return Path(shutil.copy(base / "bin" / f"python3.{sys.version_info.minor}", folder / "bin"))
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """Any user may enter it, unlike what lies below pytest's own temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="without-rights-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize(
     "file", ["test_sandbox_attacks.py", "test_sandbox_reach.py", "test_code_cases.py", "test_sandbox.py"]
 )
-def test_the_same_without_rights(file: str, tmp_path: Path) -> None:
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
-    home = tmp_path / "home"
+def test_the_same_without_rights(file: str, open_folder: Path) -> None:
+    home = open_folder / "home"
     home.mkdir()
     os.chown(home, UID, UID)
     packages = [path for path in sys.path if path.endswith("site-packages")]
     done = subprocess.run(
         [
             *UNPRIVILEGED,
-            *(str(interpreter(tmp_path)), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", NESTED),
+            *(str(interpreter(open_folder)), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", NESTED),
             *(f"--basetemp={home}/pytest", str(ROOT / "tests" / "reward_workers" / file)),
         ],
         capture_output=True,
