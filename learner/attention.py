@@ -3,8 +3,9 @@
 Contract. `tree_mask` says who sees whom, once for all layers, and `tree_attention` is the attention function that reads it. A row
 that does not branch is plainly causal and needs no mask: attention has its fastest kernel, and padding, which stands behind
 everything, is seen by nobody. Where rows branch, pairs of tokens of which one does not see the other are not computed: on a GPU by
-FlexAttention's block mask, in blocks of 128. It has no backward pass on CPUs; there attention goes node by node, each a causal
-square and what descends from it a full rectangle, and the parts of a token's softmax are joined by their log-sums.
+FlexAttention's block mask, in blocks of 128. It has no backward pass on CPUs; there attention of wide rows goes node by node,
+each a causal square and what descends from it a full rectangle, and the parts of a token's softmax are joined by their log-sums.
+Narrow ones have a whole mask.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 NAME = "headway_prefix_tree"  # as the models' attention implementation
+# In narrower rows one call with a whole mask costs about as much CPU time as the many small ones, and every call is a barrier
+# of its threads: where engines and a driver want the same cores, each of them may wait.
+NODES_FROM_TOKENS = 384
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -26,14 +30,18 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def tree_mask(subtree_end: torch.Tensor) -> torch.Tensor | BlockMask | None:
     """What attention needs to know of the rows beside causality; `subtree_end` int64 [B, T] as in `PrefixTree`.
 
-    None: nothing. A BlockMask, on a GPU. Else int64 [1, 1, N, 4], since models hand on untouched what has four dimensions: row,
-    start and end of each node, and the end of what descends from it.
+    None: nothing. A BlockMask, on a GPU. Else, of narrow rows, the whole mask, bool [B, 1, T, T]; of wide ones int64
+    [1, 1, N, 4], since models hand on untouched what has four dimensions: row, start and end of each node, and the end of what
+    descends from it.
     """
     width = subtree_end.shape[1]
     if bool((subtree_end == width).all()):
         return None
     if subtree_end.is_cuda:
         return block_mask(subtree_end)
+    if width < NODES_FROM_TOKENS:
+        rows, places = torch.arange(len(subtree_end)), torch.arange(width)
+        return sees(subtree_end)(rows[:, None, None], None, places[:, None], places)[:, None]
     nodes = []
     for row, ends in enumerate(subtree_end):
         # A node's tokens have the same descendants behind the node; where nodes meet, they differ.
@@ -59,7 +67,7 @@ def block_mask(subtree_end: torch.Tensor) -> BlockMask:
 def sees(subtree_end: torch.Tensor) -> Callable[..., torch.Tensor]:
     """FlexAttention's `mask_mod`: whether a query of a row sees a key."""
 
-    def mask_mod(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def mask_mod(row: torch.Tensor, head: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (query < subtree_end[row, key])
 
     return mask_mod

@@ -19,6 +19,13 @@ from learner.policy import Policy, PolicySettings
 from learner.prefix_tree import PrefixTree
 from learner.tensors import build_tensors
 
+
+@pytest.fixture(autouse=True)
+def node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the narrow rows of tests."""
+    monkeypatch.setattr(attention, "NODES_FROM_TOKENS", 0)
+
+
 TREES = st.lists(
     st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=9), min_size=1, max_size=6), min_size=1, max_size=3
 )
@@ -92,6 +99,19 @@ def test_flex_attention_is_told_to_see_the_same(trees: list[list[list[int]]]) ->
     width = ends.shape[1]
     mask = create_mask(sees(ends), len(ends), None, width, width, device="cpu")
     assert torch.equal(mask[:, 0], dense(ends))
+
+
+@settings(max_examples=80, deadline=None)
+@given(trees=TREES)
+def test_a_narrow_row_has_the_whole_mask(trees: list[list[list[int]]]) -> None:
+    ends = ends_of(trees)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "NODES_FROM_TOKENS", ends.shape[1] + 1)
+        mask = tree_mask(ends)
+    if mask is None:
+        assert torch.equal(dense(ends), torch.ones_like(dense(ends)).tril())
+    else:
+        assert torch.equal(mask[:, 0], dense(ends))
 
 
 @settings(max_examples=50, deadline=None)

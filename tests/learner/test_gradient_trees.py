@@ -12,11 +12,18 @@ from learner_data import Payloads, row, trajectory, weighted
 from plain_reference import Gradients, make_policy, reference_gradients, take_gradients
 from test_gradient_invariance import TOLERANCE, accumulate, assert_same_metrics
 
+from learner import attention
 from learner.batch import Row
 from learner.policy import Policy
 from learner.tensors import build_tensors
 
 Turn = tuple[list[int], bool]  # ids, and whether the policy wrote them
+
+
+@pytest.fixture(autouse=True)
+def node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the narrow rows of tests; other tests of gradients have them with a whole mask."""
+    monkeypatch.setattr(attention, "NODES_FROM_TOKENS", 0)
 
 
 @pytest.fixture(scope="module")
