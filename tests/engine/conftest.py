@@ -57,6 +57,19 @@ def runner() -> Iterator[asyncio.Runner]:
         yield runner
 
 
+Run = Callable[[Any], Any]
+
+
+@pytest.fixture(scope="session")
+def run(runner: asyncio.Runner, ray_session: None) -> Run:
+    """Wait for a reference or a coroutine."""
+
+    async def wait(awaitable: Any) -> Any:
+        return await asyncio.wait_for(awaitable, 120)
+
+    return lambda awaitable: runner.run(wait(awaitable))
+
+
 def _heed_ctrl_c() -> None:
     """A shell that runs the tests in the background has them ignore it, and what they start inherits that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -3,7 +3,6 @@ with peft is the judge; nothing of ours makes the adapters."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,14 +42,6 @@ def settings(tiny: str) -> EngineSettings:
 
 def options() -> dict[str, Any]:
     return {"num_cpus": 0, "max_concurrency": 100, "runtime_env": {"env_vars": actor_environment(1, "cpu")}}
-
-
-@pytest.fixture(scope="module")
-def run(runner: asyncio.Runner, ray_session: None) -> Run:
-    async def wait(awaitable: Any) -> Any:
-        return await asyncio.wait_for(awaitable, 120)
-
-    return lambda awaitable: runner.run(wait(awaitable))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -43,16 +42,6 @@ def settings(tiny: str, index: int) -> EngineSettings:
         kv_cache_mib=64,
         recompute_kv=index == 1,
     )
-
-
-@pytest.fixture(scope="module")
-def run(runner: asyncio.Runner, ray_session: None) -> Run:
-    """Wait for a reference or a coroutine."""
-
-    async def wait(awaitable: Any) -> Any:
-        return await asyncio.wait_for(awaitable, 120)
-
-    return lambda awaitable: runner.run(wait(awaitable))
 
 
 @pytest.fixture(scope="module")
