@@ -5,11 +5,12 @@ that does not branch is plainly causal and needs no mask: attention has its fast
 everything, is seen by nobody. Where rows branch, pairs of tokens of which one does not see the other are not computed: on a GPU by
 FlexAttention's block mask, in blocks of 128. It has no backward pass on CPUs; there attention of wide rows goes node by node,
 each a causal square and what descends from it a full rectangle, and the parts of a token's softmax are joined by their log-sums.
-Narrow ones have a whole mask.
+Narrow ones have a whole mask, on both.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 NAME = "headway_prefix_tree"  # as the models' attention implementation
 # In narrower rows one call with a whole mask costs about as much CPU time as the many small ones, and every call is a barrier
 # of its threads: where engines and a driver want the same cores, each of them may wait.
-NODES_FROM_TOKENS = 384
+# A GPU gains little there, and a width that is always a few blocks spares FlexAttention's compiler its special cases.
+WHOLE_MASK_BELOW_TOKENS = 384
+BLOCK_TOKENS = 128  # FlexAttention's own choice
+# One each for a single row and several, widths that fill their blocks and others, with and without gradients: about 8 for one
+# model. PyTorch's own limit is 8, and where it is reached, attention would go on unfused, in memory quadratic in the width.
+FLEX_COMPILATIONS_MAX = 32
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -30,18 +36,17 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def tree_mask(subtree_end: torch.Tensor) -> torch.Tensor | BlockMask | None:
     """What attention needs to know of the rows beside causality; `subtree_end` int64 [B, T] as in `PrefixTree`.
 
-    None: nothing. A BlockMask, on a GPU. Else, of narrow rows, the whole mask, bool [B, 1, T, T]; of wide ones int64
-    [1, 1, N, 4], since models hand on untouched what has four dimensions: row, start and end of each node, and the end of what
-    descends from it.
+    None: nothing. Of narrow rows, the whole mask, bool [B, 1, T, T]. Of wide ones, a BlockMask on a GPU; else int64 [1, 1, N, 4],
+    since models hand on untouched what has four dimensions: row, start and end of each node, and the end of what descends from it.
     """
     width = subtree_end.shape[1]
     if bool((subtree_end == width).all()):
         return None
+    if width < WHOLE_MASK_BELOW_TOKENS:
+        rows, places = (torch.arange(count, device=subtree_end.device) for count in subtree_end.shape)
+        return sees(subtree_end)(rows[:, None, None], None, places[:, None], places)[:, None]
     if subtree_end.is_cuda:
         return block_mask(subtree_end)
-    if width < NODES_FROM_TOKENS:
-        rows, places = torch.arange(len(subtree_end)), torch.arange(width)
-        return sees(subtree_end)(rows[:, None, None], None, places[:, None], places)[:, None]
     nodes = []
     for row, ends in enumerate(subtree_end):
         # A node's tokens have the same descendants behind the node; where nodes meet, they differ.
@@ -57,11 +62,36 @@ def _runs(values: torch.Tensor) -> tuple[list[int], list[int]]:
 
 
 def block_mask(subtree_end: torch.Tensor) -> BlockMask:
-    """The mask for FlexAttention."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """The mask for FlexAttention; what `create_block_mask` would find by asking for each of T² pairs, from blocks alone.
 
-    batch, width = subtree_end.shape
-    return create_block_mask(sees(subtree_end), batch, None, width, width, device=subtree_end.device.type)
+    Below the diagonal, a block of queries sees something of a block of keys if one of these ends behind the first query, and all
+    of it if each ends behind the last. On the diagonal it sees a part.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    width = subtree_end.shape[1]
+    blocks = -(-width // BLOCK_TOKENS)
+    # What fills up the last block sees nothing and is seen by nobody: that block is never seen as a whole.
+    padded = torch.nn.functional.pad(subtree_end, (0, blocks * BLOCK_TOKENS - width)).unflatten(
+        1, (blocks, BLOCK_TOKENS)
+    )
+    first = torch.arange(blocks, device=subtree_end.device)[:, None] * BLOCK_TOKENS
+    below = torch.ones(blocks, blocks, dtype=torch.bool, device=subtree_end.device).tril(-1)
+    whole = below & (padded.amin(2)[:, None] >= first + BLOCK_TOKENS)
+    some = (below & (padded.amax(2)[:, None] > first)) | torch.eye(blocks, dtype=torch.bool, device=subtree_end.device)
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole),
+        *_listed(whole),
+        BLOCK_SIZE=BLOCK_TOKENS,
+        mask_mod=sees(subtree_end),
+        seq_lengths=(width, width),
+    )
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks of keys each block of queries has, int32 [B, 1, N], and which, int32 [B, 1, N, N], those first."""
+    blocks = blocks[:, None].int()
+    return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
 
 
 def sees(subtree_end: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -85,7 +115,6 @@ def tree_attention(
 
     Without dropout, whatever the model's configuration says.
     """
-    from transformers.integrations.flex_attention import flex_attention_forward
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     options["dropout"] = 0.0
@@ -97,7 +126,26 @@ def tree_attention(
         return out[..., : value.shape[-1]].transpose(1, 2).contiguous(), None
     if attention_mask is None or isinstance(attention_mask, torch.Tensor):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    return flex_attention_forward(module, query, key, value, attention_mask, **options)
+    out = _flex_attention()(
+        query,
+        key,
+        value,
+        block_mask=attention_mask,
+        scale=options.get("scaling"),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+@functools.cache
+def _flex_attention() -> Callable[..., Any]:
+    """FlexAttention, compiled for all sizes at once, and an error where it can't be: uncompiled it holds all T² scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # torch's overloads do not name `recompile_limit` yet.
+    return torch.compile(  # type: ignore[call-overload]
+        flex_attention, fullgraph=True, dynamic=True, recompile_limit=FLEX_COMPILATIONS_MAX
+    )
 
 
 class _TreeAttention(torch.autograd.Function):

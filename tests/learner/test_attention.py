@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_data import batch_of
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_mask
+from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from learner import attention, policy
 from learner.attention import block_mask, sees, tree_attention, tree_mask
@@ -23,7 +26,7 @@ from learner.tensors import build_tensors
 @pytest.fixture(autouse=True)
 def node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the narrow rows of tests."""
-    monkeypatch.setattr(attention, "NODES_FROM_TOKENS", 0)
+    monkeypatch.setattr(attention, "WHOLE_MASK_BELOW_TOKENS", 0)
 
 
 TREES = st.lists(
@@ -41,7 +44,7 @@ def ends_of(trees: list[list[list[int]]]) -> Tensor:
 
 def dense(subtree_end: Tensor) -> Tensor:
     """bool [B, T, T]: what sees what, by the definition."""
-    place = torch.arange(subtree_end.shape[1])
+    place = torch.arange(subtree_end.shape[1], device=subtree_end.device)
     return (place <= place[:, None]) & (place[:, None] < subtree_end[:, None, :])
 
 
@@ -93,12 +96,78 @@ def test_bfloat16_is_joined_in_float32() -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(trees=TREES)
-def test_flex_attention_is_told_to_see_the_same(trees: list[list[list[int]]]) -> None:
-    ends = ends_of(trees)
+@given(trees=TREES, repeats=st.sampled_from([1, 37, 64, 130]))
+def test_flex_attention_is_told_the_blocks_that_it_would_find_itself(
+    trees: list[list[list[int]]], repeats: int
+) -> None:
+    ends = ends_of([[list(np.repeat(sequence, repeats)) for sequence in tree] for tree in trees])
     width = ends.shape[1]
-    mask = create_mask(sees(ends), len(ends), None, width, width, device="cpu")
-    assert torch.equal(mask[:, 0], dense(ends))
+    found, expected = block_mask(ends), create_block_mask(sees(ends), len(ends), None, width, width, device="cpu")
+    assert torch.equal(create_mask(found.mask_mod, len(ends), None, width, width, device="cpu")[:, 0], dense(ends))
+    assert (found.shape, found.BLOCK_SIZE) == ((len(ends), 1, width, width), expected.BLOCK_SIZE)
+    for of in ("kv", "full_kv", "q", "full_q"):
+        counts, right_counts = getattr(found, f"{of}_num_blocks"), getattr(expected, f"{of}_num_blocks")
+        assert torch.equal(counts, right_counts), of
+        listed = torch.arange(counts.shape[-1]) < counts[..., None]  # what stands behind them is never read
+        blocks, right = getattr(found, f"{of}_indices"), getattr(expected, f"{of}_indices")
+        assert torch.equal(blocks.where(listed, 0), right.where(listed, 0)), of
+
+
+@pytest.mark.thorough
+def test_flex_attention_is_compiled_a_few_times_and_has_the_gradients_of_the_whole_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of the compiler but the kernels, which have no backward pass on CPUs."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    attention._flex_attention.cache_clear()
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 3
+    before = counters["stats"]["unique_graphs"]
+    try:
+        for batch, width in [(1, 384), (2, 500), (3, 512), (1, 777), (2, 641), (1, 1024), (4, 513)]:
+            ends = torch.full((batch, width), width)
+            ends[:, 100 : width // 2] = width // 2
+            drawn = [torch.randn(batch, heads, width, 16, generator=generator) for heads in (9, 3, 3)]
+            with torch.no_grad():
+                tree_attention(module, *drawn, block_mask(ends), scaling=0.3)
+            inputs = [tensor.requires_grad_() for tensor in drawn]
+            found, _ = tree_attention(module, *inputs, block_mask(ends), scaling=0.3)
+            expected = plain(*inputs, dense(ends), 0.3)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            weights = torch.randn(found.shape, generator=generator)
+            right = torch.autograd.grad((expected * weights).sum(), inputs)
+            for gradient, of in zip(torch.autograd.grad((found * weights).sum(), inputs), right, strict=True):
+                torch.testing.assert_close(gradient, of, rtol=1e-4, atol=1e-5)
+    finally:
+        attention._flex_attention.cache_clear()
+        torch._dynamo.reset()
+    assert counters["stats"]["unique_graphs"] - before <= 8
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's kernels have a backward pass on GPUs only")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_outputs_and_gradients_are_those_of_the_whole_mask(dtype: torch.dtype) -> None:
+    module = torch.nn.Module()
+    module.num_key_value_groups = 3
+    generator = torch.Generator("cuda").manual_seed(0)
+    for batch, width in [(1, 300), (1, 384), (2, 500), (3, 512), (1, 777), (2, 4100), (1, 2048)]:
+        ends = torch.full((batch, width), width, device="cuda")
+        ends[:, 100 : width // 2] = width // 2
+        inputs = [
+            torch.randn(batch, heads, width, 64, generator=generator, device="cuda", dtype=dtype).requires_grad_()
+            for heads in (9, 3, 3)
+        ]
+        found, _ = tree_attention(module, *inputs, tree_mask(ends), scaling=0.3)
+        exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        expected = plain(*exact, dense(ends), 0.3)
+        weights = torch.randn(found.shape, generator=generator, device="cuda", dtype=dtype)
+        gradients = torch.autograd.grad((found * weights).sum(), inputs)
+        right = torch.autograd.grad((expected * weights).sum(), exact)
+        for values, of in zip((found, *gradients), (expected, *right), strict=True):
+            assert (values - of).norm() < (5e-3 if dtype == torch.float32 else 2e-2) * of.norm()
 
 
 @settings(max_examples=80, deadline=None)
@@ -106,7 +175,7 @@ def test_flex_attention_is_told_to_see_the_same(trees: list[list[list[int]]]) ->
 def test_a_narrow_row_has_the_whole_mask(trees: list[list[list[int]]]) -> None:
     ends = ends_of(trees)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "NODES_FROM_TOKENS", ends.shape[1] + 1)
+        patch.setattr(attention, "WHOLE_MASK_BELOW_TOKENS", ends.shape[1] + 1)
         mask = tree_mask(ends)
     if mask is None:
         assert torch.equal(dense(ends), torch.ones_like(dense(ends)).tril())

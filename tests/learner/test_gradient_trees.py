@@ -23,7 +23,7 @@ Turn = tuple[list[int], bool]  # ids, and whether the policy wrote them
 @pytest.fixture(autouse=True)
 def node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the narrow rows of tests; other tests of gradients have them with a whole mask."""
-    monkeypatch.setattr(attention, "NODES_FROM_TOKENS", 0)
+    monkeypatch.setattr(attention, "WHOLE_MASK_BELOW_TOKENS", 0)
 
 
 @pytest.fixture(scope="module")
