@@ -64,16 +64,18 @@ class LearnerGroup:
             actor.options(**option).remote(settings, rank, len(options)) for rank, option in enumerate(options)
         ]
         self.optimizer_step = 0
-        self.device_bytes = 0  # of the smallest rank's GPU or machine, once started
 
     def __len__(self) -> int:
         return len(self._ranks)
+
+    async def device_bytes(self) -> int:
+        """All memory of the smallest rank's GPU, or of its machine; before `start` as well."""
+        return min(await self._all([r.device_bytes.remote() for r in self._ranks], self._start_timeout_s))
 
     async def start(self) -> int:
         """Form the process group and load the model on every rank; the number of trainable parameters."""
         rendezvous = await self._one(0, self._ranks[0].address.remote(), self._start_timeout_s)
         counts = await self._all([r.start.remote(rendezvous) for r in self._ranks], self._start_timeout_s)
-        self.device_bytes = min(await self._all([r.device_bytes.remote() for r in self._ranks], self._timeout_s))
         if self.reference is not None:
             await self.reference.start()
         return counts[0]

@@ -92,16 +92,27 @@ class ReferenceActor:
     """
 
     def __init__(self, settings: LearnerSettings, cut: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._cut = dict(cut)
+        self._passes: Reference | None = None
+
+    def device_bytes(self) -> int:
+        """All memory of this actor's GPU, or of its machine."""
+        from learner.settings import device_bytes
+
+        return device_bytes(self._settings)
+
+    def load(self) -> None:
+        """Load the model, unless it is there. An actor that replaces a lost one does so in its first `score`."""
+        if self._passes is not None:
+            return
         from learner.policy import Policy
         from learner.settings import use_device
 
-        self._device = use_device(settings)
-        policy = Policy(dataclasses.replace(settings.policy, gradient_checkpointing=False))
-        self._passes = forward_passes(policy.to(self._device).requires_grad_(False), settings.temperature)
-        self._cut = dict(cut)
-
-    def ready(self) -> None:
-        """Answered once the model is loaded."""
+        s = self._settings
+        device = use_device(s)
+        policy = Policy(dataclasses.replace(s.policy, gradient_checkpointing=False)).to(device).requires_grad_(False)
+        self._passes = forward_passes(lambda batch, temperature: policy(batch.to(device), temperature), s.temperature)
 
     def score(self, answers: Sequence[Trajectory]) -> tuple[int, dict[Answer, np.ndarray]]:
         """The logprobs of the answers of one group, and, apart from them because they are large, of how many answers."""
@@ -124,7 +135,9 @@ class ReferenceActor:
         [plan] = plan_updates([[rows]], version=0, max_staleness=0, ranks=1, **self._cut)
         [micro_batches] = plan.updates
         batches = [build_tensors(micro_batch, {0: answers}) for micro_batch in micro_batches]
-        logprobs = self._passes(batch.to(self._device) for batch in batches)
+        self.load()
+        assert self._passes is not None
+        logprobs = self._passes(batches)
         found: dict[Answer, np.ndarray] = {}
         for batch, values in zip(batches, logprobs, strict=True):
             found |= by_answer(batch, values)

@@ -24,10 +24,17 @@ class ReferenceGroup:
         self._start_timeout_s = start_timeout_s
         self._timeout_s = timeout_s
 
+    async def device_bytes(self) -> int:
+        """All memory of the smallest actor's GPU, or of its machine; before `start` as well."""
+        return min(await self._all([actor.device_bytes.remote() for actor in self._actors]))
+
     async def start(self) -> None:
-        """Wait until every actor has loaded its model."""
-        loading = [(_name(number), actor.ready.remote()) for number, actor in enumerate(self._actors)]
-        await asyncio.gather(*(answer_of(who, ready, self._start_timeout_s) for who, ready in loading))
+        """Have every actor load its model."""
+        await self._all([actor.load.remote() for actor in self._actors])
+
+    async def _all(self, answers: list[Any]) -> list[Any]:
+        waits = (answer_of(_name(number), answer, self._start_timeout_s) for number, answer in enumerate(answers))
+        return await asyncio.gather(*waits)
 
     async def score(self, answers: Any) -> Any:
         """Have the answers of one group scored that a reference refers to; a reference to their logprobs.

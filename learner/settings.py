@@ -80,6 +80,15 @@ def use_device(settings: LearnerSettings) -> torch.device:
     return device
 
 
+def device_bytes(settings: LearnerSettings) -> int:
+    """All memory of this process's GPU, or of its machine; callable before `use_device`."""
+    import torch
+
+    if settings.device == "gpu":
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
     """Of every engine of a rank. ZeRO's own losses of precision are switched off."""
     s = settings

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from learner.batch import RankPlan
-from learner.settings import LearnerSettings, deepspeed_config, learning_rate, use_device
+from learner.settings import LearnerSettings, deepspeed_config, device_bytes, learning_rate, use_device
 from learner.tensors import MicroBatchTensors, build_tensors, text_tensors
 from rollout_workers.trajectory import Trajectory
 from rollout_workers.weights.bucket import Bucket, pack
@@ -95,6 +95,10 @@ class LearnerRank:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
+    def device_bytes(self) -> int:
+        """All memory of this rank's GPU, or of its machine; before `start` as well."""
+        return device_bytes(self._settings)
+
     def start(self, rendezvous: str) -> int:
         """Join the process group and load the model; returns the number of trainable parameters."""
         import deepspeed
@@ -140,14 +144,6 @@ class LearnerRank:
                 policy, zero_stage=s.zero_stage, bucket_bytes=s.bucket_bytes, adapter=True
             )
         return count
-
-    def device_bytes(self) -> int:
-        """All memory of this rank's GPU, or of its machine."""
-        import torch
-
-        if self._device.type == "cuda":
-            return torch.cuda.get_device_properties(self._device).total_memory
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def _load_reference(self) -> Reference | None:
         """The frozen initial policy for a KL term where it lives in the ranks; a LoRA policy is its own (adapters off)."""

@@ -30,7 +30,7 @@ from orchestrator.algorithm import objective
 from orchestrator.clerks import Clerk, ClerkFleet
 from orchestrator.derived import learning_rate, prefix_sharing
 from orchestrator.fleet import FleetError, RolloutFleet
-from orchestrator.memory import check_memory, learner_memory
+from orchestrator.memory import check_memory, learner_memory, reference_memory
 from orchestrator.model_shape import ModelShape
 from orchestrator.placement import Placement, actor_environment, actor_options, plan
 from orchestrator.prepare import Prepared
@@ -147,10 +147,15 @@ class Cluster:
         return starting
 
     async def _start_learner(self, learner: LearnerGroup) -> None:
-        parameters = await learner.start()
+        """Raises ConfigError, before anything is loaded, where a device is too small."""
         shape = await asyncio.to_thread(ModelShape.of, self._prepared.model_path)
+        device = "GPU" if self.placement.device == "gpu" else "machine"
         estimate = learner_memory(shape, self._prepared.config)
-        check_memory(estimate, learner.device_bytes, f"its {'GPU' if self.placement.device == 'gpu' else 'machine'}")
+        check_memory(estimate, await learner.device_bytes(), device)
+        if learner.reference is not None:
+            its_estimate = reference_memory(shape, self._prepared.config)
+            check_memory(its_estimate, await learner.reference.device_bytes(), device)
+        parameters = await learner.start()
         logger.info(
             "learner: %d rank(s), %.1f M trainable parameters, at least %s", len(learner), parameters / 1e6, estimate
         )

@@ -352,7 +352,7 @@ class Doctor:
         reports, _, _ = await self._learner.learn([fullest(plan) for plan in plans], payloads)
         return checks.memory(
             max(report.peak_memory_bytes for report in reports),
-            self._learner.device_bytes,
+            await self._learner.device_bytes(),
             learner_memory(ModelShape.of(self._prepared.model_path), c),
             tokens=c.learner.max_tokens_per_microbatch,
             longest=c.rollout.max_prompt_tokens + c.rollout.max_response_tokens,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from orchestrator.memory import LearnerMemory
+from orchestrator.memory import Memory
 from orchestrator.placement import Placement
 from orchestrator.replay import Replay
 from rollout_workers.trajectory import Message, Trajectory
@@ -368,7 +368,7 @@ MEMORY_ADVICE = (
 )
 
 
-def memory(peak_bytes: int, device_bytes: int, estimate: LearnerMemory, *, tokens: int, longest: int) -> Check:
+def memory(peak_bytes: int, device_bytes: int, estimate: Memory, *, tokens: int, longest: int) -> Check:
     """An update was made on micro-batches of `tokens` and answers of `longest` with their prompt: what it took of a rank."""
     return Check(
         "memory",

@@ -32,7 +32,7 @@ from orchestrator.config import Config
 from orchestrator.doctor_answers import fullest, longest_answers, own_behaviour, update_on
 from orchestrator.doctor_checks import Check, Verdict
 from orchestrator.doctor_command import for_doctor
-from orchestrator.memory import LearnerMemory
+from orchestrator.memory import Memory
 from orchestrator.models import resolve_model
 from orchestrator.placement import plan
 from orchestrator.replay import Figure, Replay
@@ -297,7 +297,7 @@ def test_object_store() -> None:
 
 
 def test_memory() -> None:
-    estimate = LearnerMemory({"weights": 50.0})
+    estimate = Memory("rank", {"weights": 50.0}, {})
     assert doctor_checks.memory(100, 100, estimate, tokens=8, longest=4).passed
     assert doctor_checks.memory(101, 100, estimate, tokens=8, longest=4).verdict is Verdict.FAIL
 
@@ -467,7 +467,6 @@ class OneTokenRank(FakeLearner):
 
     refuses: str = ""  # the method that fails
     stays: bool = False  # updates move nothing
-    device_bytes: int = 2**30
     state: tuple[float, int] = (0.0, 0)
 
     async def learn(
@@ -487,6 +486,9 @@ class OneTokenRank(FakeLearner):
     def _tally(self, logprobs: dict[tuple[str, int], np.ndarray]) -> Tally:
         tokens = float(sum(map(len, logprobs.values())))
         return Tally({"tokens": (tokens,), "loss": (0.0,)}, {})
+
+    async def device_bytes(self) -> int:
+        return 2**30
 
     async def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
         return [values - math.log(temperature) for values in await super().logprobs(sequences)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.config import Config, ConfigError
-from orchestrator.memory import GIB, LearnerMemory, check_memory, learner_memory
+from orchestrator.memory import GIB, Memory, check_memory, learner_memory, reference_memory
 from orchestrator.model_shape import ModelShape
 from orchestrator.models import resolve_model
 
@@ -110,16 +110,30 @@ def test_a_reference_weighs_where_it_lives() -> None:
 
 def test_too_much_is_refused_with_what_would_help() -> None:
     estimate = learner_memory(SEVEN_B, config())
-    check_memory(estimate, int(estimate.total) + 1, "its GPU")
+    check_memory(estimate, int(estimate.total) + 1, "GPU")
     with pytest.raises(
         ConfigError, match=r"at least .* GiB a rank .*its GPU has 16\.0 GiB.*activations: learner\.grad"
     ):
-        check_memory(estimate, 16 * GIB, "its GPU")
-    small = LearnerMemory({**estimate.parts, "activations": 0.0})
+        check_memory(estimate, 16 * GIB, "GPU")
+    small = replace(estimate, parts={**estimate.parts, "activations": 0.0})
     with pytest.raises(ConfigError, match=r"Most of it is weights: learner\.zero_stage=3"):
-        check_memory(small, 16 * GIB, "its GPU")
+        check_memory(small, 16 * GIB, "GPU")
+
+
+def test_a_reference_actor_holds_a_whole_model_and_no_more_than_a_layer() -> None:
+    estimate = reference_memory(SEVEN_B, config())
+    tokens, logits = Config().learner.max_tokens_per_microbatch, learner_memory(SEVEN_B, config()).parts["logits"]
+    assert estimate.parts == {
+        "weights": 14e9,
+        "activations": tokens * SEVEN_B.kept_per_token(2),
+        "logits": pytest.approx(2 / 3 * logits),
+    }
+    with pytest.raises(
+        ConfigError, match=r"GiB a reference actor .*its GPU has 10\.0 GiB.*weights: learner\.reference=ranks"
+    ):
+        check_memory(estimate, 10 * GIB, "GPU")
 
 
 def test_a_part_of_nothing_is_not_told() -> None:
-    assert str(LearnerMemory({"weights": 2.5 * GIB, "reference": 0.0})) == "2.5 GiB a rank (weights 2.5)"
+    assert str(Memory("rank", {"weights": 2.5 * GIB, "reference": 0.0}, {})) == "2.5 GiB a rank (weights 2.5)"
     assert replace(SEVEN_B, parameters=1).trainable(0) == 1
