@@ -50,9 +50,9 @@ class Survey:
         reference: Reference,
         total: Total,
     ) -> None:
-        """Passes over the whole batch, at the weights of before its first update."""
-        self._objective = objective
-        self._plan = plan
+        """Passes over the whole batch, at the weights of before its first update. `objective` is one for any batch."""
+        self.objective = objective.with_coefficients(plan.coefficients)
+        self.plan = plan
         self._tensors = tensors
         self._forward = forward
         self._total = total
@@ -60,29 +60,29 @@ class Survey:
         self._ref: dict[Place, Tensor] = {}
         self._advantages: dict[Place, Tensor] = {}
         places = [(u, n) for u, micro_batches in enumerate(plan.updates) for n in range(len(micro_batches))]
-        if objective.proximal == "recompute":
+        if self.objective.proximal == "recompute":
             # Of the first update the first pass with gradient is early enough: `saw` takes it in.
             self._proximal = {place: self._logprobs(place) for place in places if place[0] > 0}
-        if objective.needs_reference:
+        if self.objective.needs_reference:
             self._ref = dict(zip(places, reference(self.batch(place) for place in places), strict=True))
-        if objective.returns is not None:
-            self._advantages = self._returns(objective.returns, places)
+        if self.objective.returns is not None:
+            self._advantages = self._returns(self.objective.returns, places)
         self._selected: list[Marked] = []
 
     def begin(self, update: int, optimizer_step: int) -> None:
         """A pass over one update, at its weights."""
-        if self._objective.selection is not None:
+        if self.objective.selection is not None:
             self._selected = self._select(update, optimizer_step)
 
     def saw(self, place: Place, logprobs: Tensor) -> None:
         """The logprobs of a pass with gradient, in order: those of the first update's first are the proximal policy's."""
-        if self._objective.proximal == "recompute" and place[0] == 0:
+        if self.objective.proximal == "recompute" and place[0] == 0:
             self._proximal.setdefault(place, logprobs)
 
     def batch(self, place: Place) -> MicroBatchTensors:
         """The micro-batch, with advantages per token where the objective has such."""
         update, number = place
-        batch = self._tensors(self._plan.updates[update][number])
+        batch = self._tensors(self.plan.updates[update][number])
         advantages = self._advantages.get(place)
         return batch if advantages is None else dataclasses.replace(batch, advantages=advantages)
 
@@ -122,9 +122,9 @@ class Survey:
 
     def _select(self, update: int, optimizer_step: int) -> list[Marked]:
         """For each micro-batch of the update the tokens [R, L] that the objective's selection marks."""
-        objective = self._objective
+        objective = self.objective
         assert objective.selection is not None
-        batches = [self.batch((update, number)) for number in range(len(self._plan.updates[update]))]
+        batches = [self.batch((update, number)) for number in range(len(self.plan.updates[update]))]
         with torch.no_grad():
             passes = [self._forward(batch) for batch in batches]
         masks = [batch.response_mask for batch in batches]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from learner.perturbation import Perturbation
     from learner.reference import Answer, Reference
-    from learner.survey import Known, Survey
+    from learner.survey import Place, Survey
     from learner.tally import Tally
     from rollout_workers.weights.trainer_side import NCCLSender
 
@@ -194,17 +194,16 @@ class LearnerRank:
             survey.begin(update, self._optimizer_step)
             of_update, not_finite = Tally(), []
             for number, micro_batch in enumerate(micro_batches):
-                batch, known = survey.batch((update, number)), survey.known((update, number))
+                place, last = (update, number), number == len(micro_batches) - 1
+                batch = survey.batch(place)
                 tokens += batch.input_ids.numel() if micro_batch else 0
-                logprobs, counted, bad = self._accumulate(
-                    batch, plan, known, first_pass=epoch == 0, last=number == len(micro_batches) - 1
-                )
+                logprobs, counted, bad = self._accumulate(survey, place, batch, first_pass=epoch == 0, last=last)
                 of_update.merge(counted)
                 not_finite += bad
-                survey.saw((update, number), logprobs)
                 if epoch == 0:
-                    before = known.proximal_logprobs
+                    before = survey.known(place).proximal_logprobs
                     first_logprobs |= by_answer(batch, logprobs if before is None else before)
+                survey.saw(place, logprobs)
             norm = self._step(rate)
             if norm is None:
                 skipped.append(SkippedUpdate(epoch * len(plan.updates) + update, tuple(not_finite)))
@@ -242,7 +241,7 @@ class LearnerRank:
             for place in ((update, number) for number in range(len(micro_batches))):
                 batch = survey.batch(place)
                 with torch.no_grad():
-                    _, logprobs, counted = self._loss(batch, plan, survey.known(place), first_pass=True)
+                    _, logprobs, counted = self._loss(survey, place, batch, first_pass=True)
                 tally.merge(counted)
                 found |= by_answer(batch, logprobs)
         return tally, found
@@ -258,7 +257,7 @@ class LearnerRank:
         if reference is None:
             reference = looked_up({answer: of_it for found in data[count:] for answer, of_it in found.items()})
         return Survey(
-            self._settings.objective.with_coefficients(plan.coefficients),
+            self._settings.objective,
             plan,
             tensors=lambda micro_batch: build_tensors(micro_batch, payloads).to(self._device),
             forward=lambda batch: self._engine(batch, self._settings.temperature),
@@ -285,17 +284,11 @@ class LearnerRank:
         return int(most)
 
     def _accumulate(
-        self,
-        batch: MicroBatchTensors,
-        plan: RankPlan,
-        known: Known,
-        *,
-        first_pass: bool,
-        last: bool,
+        self, survey: Survey, place: Place, batch: MicroBatchTensors, *, first_pass: bool, last: bool
     ) -> tuple[torch.Tensor, Tally, list[tuple[str, int]]]:
         """Forward and backward of one micro-batch: its logprobs, detached, its tally, and its answers that are not finite."""
         self._engine.set_gradient_accumulation_boundary(last)
-        loss, logprobs, tally = self._loss(batch, plan, known, first_pass=first_pass)
+        loss, logprobs, tally = self._loss(survey, place, batch, first_pass=first_pass)
         if not batch.rows:
             loss = logprobs.sum() + loss  # zero, but it reaches every parameter
         finite = math.isfinite(tally.total("loss"))
@@ -304,25 +297,20 @@ class LearnerRank:
         return logprobs.detach(), tally, [] if finite else _not_finite(batch, logprobs)
 
     def _loss(
-        self,
-        batch: MicroBatchTensors,
-        plan: RankPlan,
-        known: Known,
-        *,
-        first_pass: bool,
+        self, survey: Survey, place: Place, batch: MicroBatchTensors, *, first_pass: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Tally]:
         """One forward pass: the loss, the logprobs and the tally of a micro-batch."""
         from learner.objective import micro_batch_loss
 
-        objective = self._settings.objective.with_coefficients(plan.coefficients)
+        known = survey.known(place)
         logprobs, entropy = self._engine(batch, self._settings.temperature)
         loss, tally = micro_batch_loss(
-            objective,
+            survey.objective,
             batch,
             logprobs,
             entropy,
-            version=plan.version,
-            max_staleness=plan.max_staleness,
+            version=survey.plan.version,
+            max_staleness=survey.plan.max_staleness,
             first_pass=first_pass,
             proximal_logprobs=known.proximal_logprobs,
             ref_logprobs=known.ref_logprobs,

@@ -47,7 +47,7 @@ def settings(job: dict[str, Any]) -> LearnerSettings:
         selection_options={"share": 0.2, "coefficient": 0.5} if job["selection"] else {},
     )
     return LearnerSettings(
-        policy=PolicySettings(job["model"], "float32", lora_rank=job["lora_rank"], chunk_tokens=20),
+        policy=PolicySettings(job["model"], job["dtype"], lora_rank=job["lora_rank"], chunk_tokens=20),
         objective=objective,
         device="cpu",
         temperature=TEMPERATURE,
@@ -142,7 +142,7 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
     found["logprobs_before"] = rank.logprobs(TEXTS)
     found["report"], found["first_logprobs"] = learn()
     found["weights"] = weights()
-    if job["on_policy"] or job["spoiled"]:
+    if job["on_policy"]:
         torch.save(found, folder / f"rank-{number}.pt")
         return
     found["logprobs_after"] = rank.logprobs(TEXTS)

@@ -89,7 +89,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "zero3_two_ranks_lora": {"zero_stage": 3, "ranks": 2, "lora_rank": 4, "kl": True, "proximal": "recompute"},
 }
 DEFAULTS = {"ranks": 1, "epochs": 1, "lora_rank": 0, "kl": False, "proximal": "behaviour", "on_policy": False}
-DEFAULTS |= {"spoiled": None, "selection": None, "reference": "ranks"}
+DEFAULTS |= {"dtype": "float32", "spoiled": None, "selection": None, "reference": "ranks"}
 
 
 def run_ranks(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -263,21 +263,26 @@ def test_the_canary_is_felt_on_every_rank_and_taken_back_exactly(ran: Ran) -> No
             np.testing.assert_array_equal(restored, unperturbed)
 
 
+def check_that_steps_repeat_from_the_checkpoint(ranks: list[dict[str, Any]], *, steps: int) -> None:
+    """`steps` are those that were made before it was written, and again with each `learn` behind it."""
+    for found in ranks:
+        assert found["loaded_step"] == steps
+        assert found["again_report"].optimizer_step == 2 * steps
+        again, following = (replace(found[key], peak_memory_bytes=0) for key in ("again_report", "next_report"))
+        assert repr(again) == repr(following), "sums may be NaN, which equals nothing"
+        for key, values in found["next_logprobs"].items():
+            np.testing.assert_array_equal(found["again_logprobs"][key], values)
+    for name, tensor in ranks[0]["next_weights"].items():
+        assert torch.equal(ranks[0]["again_weights"][name], tensor), name
+
+
 @pytest.mark.engine
 def test_a_loaded_checkpoint_goes_on_to_the_same_next_steps_bit_by_bit(ran: Ran) -> None:
     checkpoint = ran.folder / "checkpoint"
     files = sorted(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*.*") if file.is_file())
     files = [file for file in files if not file.startswith("zero_to_")]  # scripts of DeepSpeed
     assert sorted(file for found in ran.ranks for file in found["saved"]) == files
-    for found in ran.ranks:
-        assert found["loaded_step"] == len(ran.norms)
-        again, following = (replace(found[key], peak_memory_bytes=0) for key in ("again_report", "next_report"))
-        assert again == following
-        assert found["again_report"].optimizer_step == 2 * len(ran.norms)
-        for key, values in found["next_logprobs"].items():
-            np.testing.assert_array_equal(found["again_logprobs"][key], values)
-    for name, tensor in ran.ranks[0]["next_weights"].items():
-        assert torch.equal(ran.ranks[0]["again_weights"][name], tensor), name
+    check_that_steps_repeat_from_the_checkpoint(ran.ranks, steps=len(ran.norms))
 
 
 @pytest.mark.engine
@@ -343,6 +348,28 @@ def test_an_update_that_is_not_finite_changes_nothing_and_names_the_answer(
     for name, tensor in (item for bucket in source.buckets() for item in bucket):
         error = (found[0]["weights"][name] - tensor).norm() / tensor.norm()
         assert error <= TOLERANCE, f"{name}: relative error {float(error):.2e}"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("zero_stage", "ranks"), [(1, 1), (1, 2), (2, 2), (3, 2)])
+def test_bfloat16_weights_skip_and_resume_as_float32_ones_do(
+    wide_path: str, tmp_path: Path, zero_stage: int, ranks: int
+) -> None:
+    """DeepSpeed has another optimizer for them, with ZeRO-1 a third one."""
+    job = DEFAULTS | {"zero_stage": zero_stage, "ranks": ranks, "spoiled": ["g2", 0], "model": wide_path}
+    norms, _ = expected_steps(job)
+    found = run_ranks(job | {"dtype": "bfloat16", "folder": str(tmp_path)})
+    for of_rank in found:
+        for report in (of_rank["report"], of_rank["next_report"]):
+            assert [s.number for s in report.skipped] == [1]
+        assert of_rank["report"].optimizer_step == 2
+        assert of_rank["report"].grad_norms == pytest.approx(norms, rel=0.05)
+    named = [answer for of_rank in found for s in of_rank["report"].skipped for answer in s.answers]
+    assert named == [("g2", 0)]
+    check_that_steps_repeat_from_the_checkpoint(found, steps=2)
+    assert all(tensor.dtype == torch.bfloat16 and tensor.isfinite().all() for tensor in found[0]["weights"].values())
+    for name, tensor in found[0]["weights"].items():  # a norm's weights of 1 are too far from their neighbours
+        assert "norm" in name or not torch.equal(found[0]["next_weights"][name], tensor), name
 
 
 @pytest.mark.engine
