@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from learner.policy import Policy
+from learner.shards import full_shape
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class PolicyWeightSource:
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, type and full shape of every tensor, without gathering any."""
-        return [(unit.name, unit.parameter.dtype, _full_shape(unit.parameter)) for unit in self._units]
+        return [(unit.name, unit.parameter.dtype, full_shape(unit.parameter)) for unit in self._units]
 
     def _grouped(self) -> Iterator[list[_Unit]]:
         group: list[_Unit] = []
         size = 0
         for unit in self._units:
-            unit_bytes = torch.Size(_full_shape(unit.parameter)).numel() * unit.parameter.element_size()
+            unit_bytes = torch.Size(full_shape(unit.parameter)).numel() * unit.parameter.element_size()
             if group and size + unit_bytes > self._bucket_bytes:
                 yield group
                 group, size = [], 0
@@ -81,10 +82,6 @@ class PolicyWeightSource:
         import deepspeed
 
         return deepspeed.zero.GatheredParameters([p for unit in units for p in unit.gathered])
-
-
-def _full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _adapter_units(policy: Policy) -> list[_Unit]:

@@ -106,6 +106,7 @@ class LearnerRank:
         import torch.distributed as dist
 
         from learner.policy import Policy
+        from learner.state import LearnerState
         from learner.weight_source import PolicyWeightSource
 
         s = self._settings
@@ -134,6 +135,7 @@ class LearnerRank:
             model=policy, optimizer=optimizer, config=deepspeed_config(self._settings), dist_init_required=False
         )
         self._policy = policy
+        self._state = LearnerState(policy, optimizer, self._engine.optimizer, zero_stage=s.zero_stage, rank=self._rank)
         if s.zero_stage == 3 and self._ranks > 1:
             policy.agree = self._most_of_ranks
         self._reference = self._load_reference()
@@ -399,41 +401,14 @@ class LearnerRank:
 
         Returns the names this rank wrote. Raises OSError when the disk does not take them.
         """
-        import torch
-
-        try:
-            self._engine.save_checkpoint(
-                folder,
-                tag="learner",
-                client_state={"optimizer_step": self._optimizer_step, "torch_rng": torch.get_rng_state()},
-                exclude_frozen_parameters=self._policy.is_lora,
-            )
-        except RuntimeError as error:
-            if "inline_container" not in str(error):
-                raise
-            # torch's file writer does not say what the system said; it is a full disk as a rule.
-            raise OSError(f"learner rank {self._rank} could not write all of its file: {error}") from error
-        written = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*.pt")]
-        mine = f"pp_rank_{self._rank}_"
-        names = [name for name in written if mine in name or (self._rank == 0 and "pp_rank" not in name)]
+        names = self._state.save(Path(folder), self._optimizer_step)
         if self._adapter is not None:
-            from safetensors import SafetensorError
-
-            try:
-                names += [f"adapter/{name}" for name in self.export_adapter(f"{folder}/adapter")]
-            except SafetensorError as error:  # which is no OSError, whatever the system said
-                raise OSError(f"learner rank {self._rank} could not write the adapter: {error}") from error
+            names += [f"adapter/{name}" for name in self.export_adapter(f"{folder}/adapter")]
         return names
 
     def load(self, folder: str) -> int:
-        """Load what `save` wrote; the optimizer step. Raises FileNotFoundError if there is nothing."""
-        import torch
-
-        path, state = self._engine.load_checkpoint(folder, tag="learner", load_module_strict=not self._policy.is_lora)
-        if path is None:
-            raise FileNotFoundError(f"no learner state in {folder}")
-        self._optimizer_step = state["optimizer_step"]
-        torch.set_rng_state(state["torch_rng"])
+        """Load what `save` wrote, on whatever ranks; the optimizer step. Errors as of `learner.state.LearnerState.load`."""
+        self._optimizer_step = self._state.load(Path(folder))
         return self._optimizer_step
 
     def export_model(self, folder: str) -> None:

@@ -295,10 +295,10 @@ def assert_adapter_is_the_models(folder: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system that has room for one checkpoint (5.6 MB), not for two."""
+    """A file system that has room for one checkpoint (4.2 MB), not for two."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
         pytest.skip("only root can mount a small file system")
     yield folder

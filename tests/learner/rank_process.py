@@ -3,6 +3,7 @@
 It starts a LearnerRank with DeepSpeed, lets it learn from made-up answers, and writes what it found to
 `FOLDER/rank-RANK.pt`. The made-up batch and the settings are those that the test computes its own figures from. With
 `on_policy` the answers have the behaviour logprobs of the policy itself, and there is one optimizer update and no more.
+With `resume` it loads that checkpoint first, and learns once.
 With `spoiled` (a group id and an index) the policy gives NaN for that answer. With `reference` own each process has a reference
 actor's work done by itself.
 """
@@ -139,10 +140,12 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
     def learn() -> Any:
         return rank.learn(plan, *data)
 
+    if job["resume"]:
+        found["loaded_step"] = rank.load(job["resume"])
     found["logprobs_before"] = rank.logprobs(TEXTS)
     found["report"], found["first_logprobs"] = learn()
     found["weights"] = weights()
-    if job["on_policy"]:
+    if job["on_policy"] or job["resume"]:
         torch.save(found, folder / f"rank-{number}.pt")
         return
     found["logprobs_after"] = rank.logprobs(TEXTS)

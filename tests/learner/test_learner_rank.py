@@ -89,7 +89,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "zero3_two_ranks_lora": {"zero_stage": 3, "ranks": 2, "lora_rank": 4, "kl": True, "proximal": "recompute"},
 }
 DEFAULTS = {"ranks": 1, "epochs": 1, "lora_rank": 0, "kl": False, "proximal": "behaviour", "on_policy": False}
-DEFAULTS |= {"dtype": "float32", "spoiled": None, "selection": None, "reference": "ranks"}
+DEFAULTS |= {"dtype": "float32", "spoiled": None, "resume": None, "selection": None, "reference": "ranks"}
 
 
 def run_ranks(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -280,9 +280,33 @@ def check_that_steps_repeat_from_the_checkpoint(ranks: list[dict[str, Any]], *, 
 def test_a_loaded_checkpoint_goes_on_to_the_same_next_steps_bit_by_bit(ran: Ran) -> None:
     checkpoint = ran.folder / "checkpoint"
     files = sorted(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*.*") if file.is_file())
-    files = [file for file in files if not file.startswith("zero_to_")]  # scripts of DeepSpeed
     assert sorted(file for found in ran.ranks for file in found["saved"]) == files
+    for path in ran.folder.rglob("*.safetensors"):  # colleagues may read what they may read around it
+        assert path.stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o666
     check_that_steps_repeat_from_the_checkpoint(ran.ranks, steps=len(ran.norms))
+
+
+@pytest.mark.engine
+def test_other_ranks_and_stages_go_on_from_a_checkpoint_as_its_own_do(wide_path: str, tmp_path: Path) -> None:
+    """(ZeRO stage, ranks) of the writers and of those who go on; three ranks fill up their last shards."""
+    ways = [((2, 2), (3, 3)), ((3, 3), (0, 1)), ((0, 1), (1, 2))]
+
+    def ran(way: tuple[int, int], origin: Path | None = None) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path / f"{way}-{origin is not None}"
+        folder.mkdir()
+        job = DEFAULTS | {"zero_stage": way[0], "ranks": way[1], "model": wide_path, "folder": str(folder)}
+        return folder, run_ranks(job | {"resume": origin and str(origin)})[0]
+
+    for origin, other in ways:
+        folder, found = ran(origin)
+        _, resumed = ran(other, folder / "checkpoint")
+        assert resumed["loaded_step"] == found["loaded_step"] == 3
+        assert resumed["report"].optimizer_step == 6
+        assert resumed["report"].grad_norms == pytest.approx(found["next_report"].grad_norms, rel=TOLERANCE)
+        assert resumed["report"].learning_rates == found["next_report"].learning_rates
+        for name, tensor in found["next_weights"].items():
+            moved = (found["weights"][name] - tensor).norm()
+            assert (resumed["weights"][name] - tensor).norm() <= 1e-3 * moved, f"{origin} to {other}: {name}"
 
 
 @pytest.mark.engine
