@@ -13,8 +13,8 @@ Contract. Every selectable method (`__all__`) is called `method(rewards, groups,
 Statistics are always those of the whole global batch that is given. They are computed in float64, without
 gradient, and returned in the dtype of `rewards` (float32 for shorter ones, float64 for integers). A group of
 equal rewards has advantages of exactly 0, as has a group with a single scored member; equal are also rewards
-that differ by the rounding of their sums, as 0.1 + 0.2 and 0.3 do. `std` is "sample" (divides by n - 1) or
-"population" (by n): code bases differ, so it is an option everywhere.
+that differ by the rounding of their sums, as 0.1 + 0.2 and 0.3 do, in the dtype of the result. `std` is "sample"
+(divides by n - 1) or "population" (by n): code bases differ, so it is an option everywhere.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ __all__ = [
     "rloo",
 ]
 
-ROUNDING = 8 * torch.finfo(torch.float64).eps  # of numbers added up in float64, as a share of their size
-
 
 @functools.cache
 def needs(method: Callable[..., Any]) -> frozenset[str]:
@@ -69,6 +67,11 @@ def _result_dtype(rewards: Tensor) -> torch.dtype:
     if not rewards.is_floating_point():
         return torch.float64
     return torch.promote_types(rewards.dtype, torch.float32)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """What rounding may leave of numbers added up in this dtype, as a share of their size."""
+    return 8 * torch.finfo(dtype).eps
 
 
 def _refuse_infinite(rewards: Tensor) -> None:
@@ -101,7 +104,8 @@ class _Batch:
         self._group_count = len(numbers)
         self.size = self.total(torch.ones_like(self.rewards))
         highest, lowest = self._extreme("amax"), self._extreme("amin")
-        self.differ = highest - lowest > ROUNDING * torch.maximum(highest.abs(), lowest.abs())
+        self.rounding = _rounding(self.dtype)
+        self.differ = highest - lowest > self.rounding * torch.maximum(highest.abs(), lowest.abs())
 
     def total(self, values: Tensor) -> Tensor:
         """Sum of `values` over the scored members of each row's group."""
@@ -203,7 +207,7 @@ def maxrl(rewards: Tensor, groups: Tensor) -> Tensor:
     """
     batch = _Batch(rewards, groups)
     total = batch.total(batch.rewards)
-    total = torch.where(total > ROUNDING * batch.total(batch.rewards.abs()), total, 0.0)
+    total = torch.where(total > batch.rounding * batch.total(batch.rewards.abs()), total, 0.0)
     return batch.result(_divide(batch.centred(), total / batch.size.clamp(min=1)))
 
 
@@ -214,6 +218,8 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
     require_same_shape(rewards=rewards, lengths=lengths)
     batch = _Batch(rewards, groups)
     weight = lengths.detach().double()
+    if not (weight >= 0).all():
+        raise ValueError(f"lengths must be at least 0, got {weight.min().item():g}")
     total = batch.total(weight)
     baseline = _divide(batch.total(weight * batch.rewards), total)
     return batch.result(torch.where(total > 0, batch.minus(baseline), 0.0))
@@ -236,17 +242,22 @@ def gdpo(
     + eps) over the batch; the mean of S is 0 by construction. [N] -> [N].
     """
     require("eps", eps, at_least=0)
-    if component_rewards.shape != (len(rewards), len(component_weights)):
+    if component_weights.dim() != 1 or component_rewards.shape != (len(rewards), len(component_weights)):
         raise ValueError(
-            f"component_rewards must be [N={len(rewards)}, K={len(component_weights)}], "
-            f"got {tuple(component_rewards.shape)}"
+            f"component_rewards must be [N, K] with N={len(rewards)} and component_weights [K], got "
+            f"{list(component_rewards.shape)} and {list(component_weights.shape)}"
         )
+    if not component_weights.isfinite().all():
+        raise ValueError(f"component_weights must be finite, got {component_weights.tolist()}")
     batch = _Batch(rewards, groups)
-    total = torch.zeros_like(batch.rewards)
+    total, size = torch.zeros_like(batch.rewards), torch.zeros_like(batch.rewards)
     for column, weight in zip(component_rewards.unbind(1), component_weights.double(), strict=True):
         component = _Batch(torch.where(batch.scored, column, torch.nan), groups)
         centred = component.centred()
-        total = total + weight * _divide(centred, component.group_std(centred, std) + eps)
+        scaled = weight * _divide(centred, component.group_std(centred, std) + eps)
+        total, size = total + scaled, size + scaled.abs()
+    # Components that cancel out leave what rounding leaves, and that would be divided by itself.
+    total = torch.where(total.abs() > batch.rounding * batch.total(size), total, 0.0)
     return batch.result(_divide(total, batch.batch_std(total, std) + eps))
 
 
@@ -336,7 +347,7 @@ def gae_and_returns(
 
 def whiten(values: Tensor, mask: Tensor, *, std: str = "sample", eps: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the masked entries; 0 outside the mask, and everywhere where there are too few
-    for a variance. Same shape as `values`.
+    for a variance or all are equal. Same shape as `values`.
     """
     mask = mask.bool()
     return whiten_by(values, mask, *mean_and_variance([values[mask]], std=std), eps=eps)
@@ -345,8 +356,9 @@ def whiten(values: Tensor, mask: Tensor, *, std: str = "sample", eps: float = 1e
 def whiten_by(values: Tensor, mask: Tensor, mean: float, variance: float, *, eps: float = 1e-8) -> Tensor:
     """`whiten` by the `mean_and_variance` of a larger batch that `values` are a part of."""
     require("eps", eps, at_least=0)
-    scale = math.sqrt(variance + eps)
-    whitened = (values.detach().double() - mean) / scale if scale > 0 else torch.zeros_like(values)
+    whitened = torch.zeros_like(values, dtype=torch.float64)
+    if variance > 0:
+        whitened = (values.detach().double() - mean) / math.sqrt(variance + eps)
     return torch.where(mask.bool(), whitened, 0.0).to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -356,12 +368,18 @@ def mean_and_variance(
     """Of all values in all parts, on all ranks over which `total` adds a tensor up. Infinite variance: too few values.
 
     The mean is known before deviations are squared: of large returns that differ little, sums of squares hold nothing.
+    ValueError, on every rank, for values that are not finite: one of them would make every advantage 0.
     """
     ddof = _ddof(std)
     values = torch.cat([part.detach().double().flatten() for part in parts])
     count, added = total(torch.stack([values.new_tensor(float(len(values))), values.sum()])).tolist()
     mean = added / count if count else 0.0
+    if not math.isfinite(mean):
+        raise ValueError(f"values to be whitened must be finite, their sum is {added}")
     squares = float(total((values - mean).square().sum()))
+    rounding = _rounding(torch.float64) * mean
+    if squares <= count * rounding * rounding:  # equal values, and what rounding made of their mean
+        squares = 0.0
     return mean, squares / (count - ddof) if count > ddof else math.inf
 
 

@@ -30,13 +30,15 @@ def row_weights(
 
     `lengths` sampled tokens per row, `groups` group number per row (only `prompt_mean` reads it),
     `max_tokens` the constant length of `seq_sum_const`. Returns one weight per row, 0 for rows without
-    tokens. Raises ValueError for an unknown name, unequal lengths, or a `max_tokens` that is missing or
-    not wanted.
+    tokens. Raises ValueError for an unknown name, lengths below 0 or not as many as groups, or a `max_tokens` that
+    is missing or not wanted.
     """
     if name not in __all__:
         raise ValueError(f"unknown aggregation {name!r}, expected one of {', '.join(__all__)}")
     if len(lengths) != len(groups):
         raise ValueError(f"{len(lengths)} lengths and {len(groups)} group numbers must be equally many")
+    if not all(length >= 0 for length in lengths):
+        raise ValueError(f"lengths must be at least 0, got {min(lengths)}")
     if (name == "seq_sum_const") != (max_tokens is not None):
         raise ValueError(f"max_tokens is {max_tokens} with {name}, it belongs to seq_sum_const and only there")
     if max_tokens is not None:
@@ -80,6 +82,10 @@ def prompt_mean(response_mask: Tensor, groups: Tensor) -> Tensor:
 
 def _spread(name: str, response_mask: Tensor, groups: Tensor, max_tokens: int | None = None) -> Tensor:
     """Row weights on the sampled tokens, in the dtype of a floating mask (at least float32), else float64."""
+    if response_mask.dim() != 2 or groups.dim() != 1:
+        raise ValueError(
+            f"response_mask must be [B, T] and groups [B], got {list(response_mask.shape)} and {list(groups.shape)}"
+        )
     mask = response_mask.bool()
     weights = row_weights(name, mask.sum(1).tolist(), groups.tolist(), max_tokens=max_tokens)
     # A token of a million weighs 1e-6, of which float16 keeps one digit.

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.guards import require, require_band, require_same_shape, wide
+from learner.guards import LEAST_LOGPROB, require, require_advantages, require_band, require_same_shape, wide
 from learner.losses import MAX_LOG_RATIO
 
 __all__ = [
@@ -41,6 +41,9 @@ __all__ = [
 
 # Those whose weights are 0 and 1: they choose tokens and correct no distribution.
 MASKS = frozenset({"geometric_mask", "negative_sequence_mask", "probability_gap_mask", "sequence_k3_mask"})
+
+# Those that drop single tokens; of `learner.losses.WHOLE_ROWS` none can be left out.
+DROP_TOKENS = frozenset({"icepop", "probability_gap_mask", "token_mask"})
 
 
 def untruncated(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> Tensor:
@@ -164,6 +167,7 @@ def negative_sequence_mask(
     `advantages` [B, T], one value per row (the mean of its tokens' is used). The paper gives no max_kl.
     """
     require("max_kl", max_kl, at_least=0)
+    require_advantages(advantages, response_mask)
     log_ratio, mask = _log_ratio(old_logprobs, behaviour_logprobs, response_mask)
     kl = _row_mean(-log_ratio, mask)
     negative = _row_mean(wide(advantages).detach().expand_as(mask).masked_fill(~mask, 0.0), mask) < 0
@@ -203,18 +207,20 @@ def batch_normalised(weights: Tensor, response_mask: Tensor) -> Tensor:
     """Weights divided by their mean over the masked tokens; 0 where all of them are. [B, T] must be the whole global
     batch: the mean of a micro-batch would make the gradient depend on the split.
     """
+    require_same_shape(weights=weights, response_mask=response_mask)
     mask = response_mask.bool()
     kept = wide(weights).detach().masked_fill(~mask, 0.0)
     total = kept.sum()
-    return kept * (mask.sum() / torch.where(total > 0, total, 1.0))
+    return kept * (mask.sum() / torch.where(total == 0, 1.0, total))
 
 
 def effective_sample_size(weights: Tensor, response_mask: Tensor) -> Tensor:
     """(sum w)^2 / sum w^2 over the masked tokens, a scalar between 1 and their number; 0 where no weight is above 0."""
+    require_same_shape(weights=weights, response_mask=response_mask)
     kept = wide(weights).detach()[response_mask.bool()]
-    shares = kept / torch.where(kept.sum() > 0, kept.sum(), 1.0)  # no square of them overflows
+    shares = kept / torch.where(kept.sum() == 0, 1.0, kept.sum())  # no square of them overflows
     squares = shares.square().sum()
-    return torch.where(squares > 0, 1 / torch.where(squares > 0, squares, 1.0), 0.0)
+    return torch.where(squares == 0, 0.0, 1 / torch.where(squares == 0, 1.0, squares))
 
 
 # The proximal policy
@@ -237,7 +243,8 @@ def interpolate_loglinear(logprobs: Tensor, behaviour_logprobs: Tensor, share: T
     """Proximal logprobs without a forward pass: behaviour + share (current - behaviour). No gradient.
     A-3PO.
     """
-    return (behaviour_logprobs + share * (logprobs - behaviour_logprobs)).detach()
+    own, other = (wide(x).detach().clamp(min=LEAST_LOGPROB) for x in (logprobs, behaviour_logprobs))
+    return other.lerp(own, torch.as_tensor(share, dtype=own.dtype, device=own.device))
 
 
 def interpolate_linear(logprobs: Tensor, behaviour_logprobs: Tensor, share: Tensor | float) -> Tensor:
@@ -254,7 +261,9 @@ def _inputs(old_logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Ten
     """The policies' logprobs, without gradient and 0 outside the bool mask, which comes third."""
     require_same_shape(old_logprobs=old_logprobs, behaviour_logprobs=behaviour_logprobs, response_mask=response_mask)
     mask = response_mask.bool()
-    old, behaviour = (wide(x).detach().masked_fill(~mask, 0.0) for x in (old_logprobs, behaviour_logprobs))
+    old, behaviour = (
+        wide(x).detach().masked_fill(~mask, 0.0).clamp(min=LEAST_LOGPROB) for x in (old_logprobs, behaviour_logprobs)
+    )
     return old, torch.where(behaviour.isnan(), old, behaviour), mask
 
 

@@ -55,8 +55,9 @@ def top_fraction_threshold(entropy: Tensor, response_mask: Tensor, *, fraction: 
     """
     require("fraction", fraction, above=0, at_most=1)
     require_same_shape(entropy=entropy, response_mask=response_mask)
+    entropy = wide(entropy.detach())
     # Not torch.quantile, which refuses more than 16 million values.
-    ordered = entropy.detach()[response_mask.bool() & ~entropy.isnan()].sort().values
+    ordered = entropy[response_mask.bool() & ~entropy.isnan()].sort().values
     if len(ordered) == 0:
         return entropy.new_tensor(torch.inf)
     position = (1 - fraction) * (len(ordered) - 1)
@@ -92,5 +93,9 @@ def adaptive_coefficient(coefficient: float, entropy: float, *, target: float, s
 
     The bonus is active only at or below the target. Skywork-OR1, arXiv:2505.22312.
     """
+    require("entropy", entropy)
+    require("target", target)
+    require("step", step, at_least=0)
+    require("maximum", maximum, at_least=0)
     moved = coefficient + step if entropy <= target else coefficient - step
     return min(max(moved, 0.0), maximum)

@@ -52,6 +52,14 @@ def require_same_shape(**tensors: Tensor) -> None:
         raise ValueError(f"expected tensors of one shape, got {shapes}")
 
 
+def require_advantages(advantages: Tensor, response_mask: Tensor) -> None:
+    """Raises ValueError unless [B, T] or [B, 1] as the mask is [B, T]: [B] would be broadcast along the tokens where B is T."""
+    if advantages.dim() != 2 or advantages.shape not in (response_mask.shape, (len(response_mask), 1)):
+        raise ValueError(
+            f"advantages must be [B, T] or [B, 1] as response_mask {list(response_mask.shape)}, got {list(advantages.shape)}"
+        )
+
+
 def wide(values: Tensor) -> Tensor:
     """At least float32, differentiably: exp(20) is infinite in float16, and a mean in bfloat16 has two digits."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()

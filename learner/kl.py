@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from learner.guards import require, require_same_shape, wide
+from learner.guards import require, require_advantages, require_same_shape, wide
 from learner.losses import MAX_LOG_RATIO
 
 __all__ = ["k1", "k2", "k3", "k3_unbiased"]
@@ -44,7 +44,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor, *, cap: float = 10.0) -> Tensor:
     """exp(-d) - 1 + d, at most `cap`. As a loss its gradient is that of the forward KL(reference || current).
 
     d is clamped to +-20 before exp, so a capped token has gradient 0 and not 0 * infinity. The cap of 10 is
-    reached at d = -2.4 and at d = 11; it bounds what one token can do to a step.
+    reached at d = -2.61 and at d = 11; it bounds what one token can do to a step.
     http://joschu.net/blog/kl-approx.html
     """
     require("cap", cap, above=0)
@@ -68,6 +68,7 @@ def reward_penalty(logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
     The `token_rewards` of `learner.advantages.reinforce_pp` and `gae`. InstructGPT, arXiv:2203.02155.
     """
     require("coefficient", coefficient, at_least=0)
+    require_same_shape(logprobs=logprobs, response_mask=response_mask)
     penalty = -coefficient * k1(logprobs, ref_logprobs).detach()
     return torch.where(response_mask.bool(), penalty, 0.0)
 
@@ -75,8 +76,12 @@ def reward_penalty(logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
 def adaptive_coefficient(coefficient: float, kl: float, *, target: float, samples: int, horizon: int) -> float:
     """The coefficient after `samples` more answers: * (1 + clip(kl / target - 1, +-0.2) samples / horizon).
 
-    Ziegler et al., arXiv:1909.08593.
+    Ziegler et al., arXiv:1909.08593. ValueError unless target > 0 and samples <= horizon: with many more it would turn negative.
     """
+    require("kl", kl)
+    require("target", target, above=0)
+    require("horizon", horizon, at_least=1)
+    require("samples", samples, at_least=0, at_most=horizon)
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * samples / horizon)
 
@@ -87,6 +92,7 @@ def categorical_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     With a teacher and a student: (teacher, student) is the forward, (student, teacher) the reverse KL. A
     log-probability of -inf in p adds nothing.
     """
+    log_p, log_q = wide(log_p), wide(log_q)
     possible = log_p.detach().exp() > 0
     # Filled before the product: beyond the mask its gradient would be 0 * infinity.
     log_p, log_q = log_p.masked_fill(~possible, 0.0), log_q.masked_fill(~possible, 0.0)
@@ -98,6 +104,7 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor, *, share: float = 0.5) -> Tenso
     arXiv:2306.13649. ValueError unless 0 < share < 1: at either end it is 0, not one of the two divergences.
     """
     require("share", share, above=0, below=1)
+    log_p, log_q = wide(log_p), wide(log_q)
     possible = torch.maximum(log_p, log_q) > -torch.inf
     log_m = torch.logaddexp(
         (log_p + math.log(share)).masked_fill(~possible, 0.0), (log_q + math.log(1 - share)).masked_fill(~possible, 0.0)
@@ -113,10 +120,13 @@ def distillation_advantages(
     *,
     coefficient: float = 1.0,
 ) -> Tensor:
-    """On-policy distillation: A_t - coefficient (student - teacher logprob), 0 outside the mask. All [B, T].
+    """On-policy distillation: A_t - coefficient (student - teacher logprob), 0 outside the mask. All [B, T], the advantages
+    also [B, 1].
 
     No gradient: through the difference the teacher would vanish (k1 as a loss pulls nowhere).
     """
     require("coefficient", coefficient, at_least=0)
+    require_advantages(advantages, response_mask)
+    require_same_shape(logprobs=logprobs, response_mask=response_mask)
     penalised = wide(advantages).detach() - coefficient * k1(logprobs, teacher_logprobs).detach()
     return torch.where(response_mask.bool(), penalised, 0.0)

@@ -128,9 +128,12 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def logit_transform(model_config: Any) -> LogitTransform:
     """What a Hugging Face model applies to its head's output, read from its configuration."""
-    softcap = getattr(model_config, "final_logit_softcapping", None)  # Gemma
-    multiplier = getattr(model_config, "logit_scale", None)  # Cohere
-    divisor = getattr(model_config, "logits_scaling", None)  # Granite
+    # Gemma, RecurrentGemma, xLSTM
+    softcap = _first(model_config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    multiplier = _first(model_config, "logit_scale", "lm_head_multiplier")  # Cohere, Falcon-H1
+    divisor = _first(model_config, "logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
+    if getattr(model_config, "model_type", None) == "hyperclovax":  # Granite's name for what it multiplies by
+        multiplier, divisor = divisor, None
 
     def transform(logits: torch.Tensor) -> torch.Tensor:
         if multiplier is not None:
@@ -142,3 +145,8 @@ def logit_transform(model_config: Any) -> LogitTransform:
         return logits
 
     return transform
+
+
+def _first(model_config: Any, *names: str) -> float | None:
+    """The first of the settings that the model has."""
+    return next((value for name in names if (value := getattr(model_config, name, None)) is not None), None)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.guards import LEAST_LOGPROB, require, require_band, require_same_shape, wide
+from learner.guards import LEAST_LOGPROB, require, require_advantages, require_band, require_same_shape, wide
 
 __all__ = [
     "cispo",
@@ -338,6 +338,7 @@ def value_clip(
     arXiv:1707.06347.
     """
     require("clip", clip, at_least=0)
+    require_same_shape(values=values, old_values=old_values, returns=returns, response_mask=response_mask)
     new, old, R, _ = _inputs(values, old_values, returns, response_mask)
     limited = torch.clamp(new.detach(), old - clip, old + clip)
     error, limited_error = (new - R).square(), (limited - R).square()
@@ -351,15 +352,12 @@ def _inputs(
     """The arguments of a loss, [B, T] and of one type, 0 outside the bool mask also for NaN and infinity, in value and in
     gradient. Only the first has a gradient."""
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, response_mask=response_mask)
-    if advantages.dim() != 2 or advantages.shape not in (response_mask.shape, (len(response_mask), 1)):
-        raise ValueError(
-            f"advantages must be [B, T] or [B, 1] as response_mask {list(response_mask.shape)}, got {list(advantages.shape)}"
-        )
+    require_advantages(advantages, response_mask)
     mask = response_mask.bool()
     # Of a token that can't be (-inf) the loss is finite and the gradient 0, as the clamp of the ratio has it.
     new = wide(logprobs).masked_fill(~mask, 0.0).clamp(min=LEAST_LOGPROB)
     old, A = (x.detach().to(new.dtype).masked_fill(~mask, 0.0) for x in (old_logprobs, advantages.expand_as(mask)))
-    return new, torch.where(old.isnan(), new.detach(), old), A, mask
+    return new, torch.where(old.isnan(), new.detach(), old.clamp(min=LEAST_LOGPROB)), A, mask
 
 
 def _log_ratio(new: Tensor, old: Tensor) -> Tensor:

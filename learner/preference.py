@@ -22,6 +22,8 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 
     near 0 (arXiv:2312.09244).
     """
     require("centring", centring, at_least=0)
+    if not isinstance(margin, Tensor):
+        require("margin", margin)
     require_same_shape(chosen=chosen, rejected=rejected, margin=torch.as_tensor(margin))
     chosen, rejected = wide(chosen), wide(rejected)
     return -logsigmoid(chosen - rejected - margin) + centring * (chosen + rejected).square()
@@ -143,6 +145,7 @@ def simpo(
 ) -> Tensor:
     """-log sigmoid(beta (pc / |c| - pr / |r|) - gamma): no reference policy. SimPO, arXiv:2405.14734."""
     require("beta", beta, above=0)
+    require("gamma", gamma)
     chosen, rejected = _per_token(policy_chosen, chosen_lengths), _per_token(policy_rejected, rejected_lengths)
     require_same_shape(policy_chosen=chosen, policy_rejected=rejected)
     return -logsigmoid(beta * (chosen - rejected) - gamma)

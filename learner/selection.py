@@ -66,6 +66,8 @@ def clip_cov(tokens: Tokens, total: Total, *, share: float = 2e-4, low: float = 
     ValueError unless 0 < share <= 1 and low < high.
     """
     require("share", share, above=0, at_most=1)
+    require("low", low)
+    require("high", high)
     if not low < high:
         raise ValueError(f"low must be below high, got {low} and {high}")
     found = _covariance(tokens, total)

@@ -7,6 +7,7 @@ tokens (`orchestrator.trial`), so a wrong name, option, pair or result is refuse
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import sysconfig
@@ -36,6 +37,9 @@ def _resolve(key: str, name: str, module: ModuleType) -> Callable[..., Any]:
             function = load_function(name)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"{key}={name}: {str(error).removeprefix('reward ')}") from error
+        own = getattr(function, "__name__", "")
+        if own in selectable and getattr(module, own) is function:  # what is known of it goes by its short name
+            raise ConfigError(f"{key}={name}: write {key}={own}")
         _let_travel(function)
         return function
     raise ConfigError(f"{key}={name}: expected one of {', '.join(selectable)}, or a dotted path to a function")
@@ -84,11 +88,14 @@ def _returns(config: AlgorithmConfig) -> TokenReturns | None:
                 "reward for the whole answer; set algorithm.advantage=reinforce_pp, or algorithm.kl_placement=loss"
             )
         return None
+    options = {field.name for field in dataclasses.fields(TokenReturns)} - {"kl_coefficient"}
+    if unknown := sorted(config.advantage_options.keys() - options):
+        raise ConfigError(
+            f"algorithm.advantage_options.{unknown[0]}: algorithm.advantage={config.advantage} has no such option; expected "
+            f"{', '.join(sorted(options))}"
+        )
     kl_coefficient = config.kl_coefficient if config.kl_placement == "reward" else 0.0
-    try:
-        return TokenReturns(**config.advantage_options, kl_coefficient=kl_coefficient)
-    except TypeError as error:
-        raise ConfigError(f"algorithm.advantage_options={config.advantage_options}: {error}") from error
+    return TokenReturns(**config.advantage_options, kl_coefficient=kl_coefficient)
 
 
 def _selection(config: AlgorithmConfig) -> Callable[..., Any] | None:
@@ -132,7 +139,7 @@ def compute_advantages(
         assert components is not None
         assert weights is not None
         parts = [[math.nan if value is None else value for value in components[name]] for name in weights]
-        data["component_rewards"] = torch.tensor(parts, dtype=torch.float64).T
+        data["component_rewards"] = torch.tensor(parts, dtype=torch.float64).reshape(len(weights), len(rewards)).T
     if "component_weights" in wanted:
         assert weights is not None
         data["component_weights"] = torch.tensor(list(weights.values()), dtype=torch.float64)
@@ -251,6 +258,12 @@ def _check_proximal(config: AlgorithmConfig) -> None:
         raise ConfigError(
             f"algorithm.loss={config.loss} is defined with algorithm.proximal={' or '.join(permitted)} only, "
             f"got {config.proximal}"
+        )
+    if config.loss in losses.WHOLE_ROWS and config.correction in corrections.DROP_TOKENS:
+        raise ConfigError(
+            f"algorithm.correction={config.correction} drops tokens, and algorithm.loss={config.loss} is one loss for the whole "
+            "answer, in which each token's gradient stays whatever is dropped; expected a loss of tokens, such as ppo_clip or "
+            "gspo_token, or a correction of whole answers, such as geometric_mask or sequence_mask"
         )
     if config.proximal != "behaviour" or config.correction is None or config.correction in corrections.MASKS:
         return

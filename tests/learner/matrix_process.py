@@ -19,7 +19,6 @@ from learner.batch import MicroBatch, PackedRow, RankPlan, Row
 from learner.objective import Objective
 from learner.policy import PolicySettings
 from learner.settings import LearnerSettings
-from learner.survey import Known
 from learner.worker import LearnerRank
 
 TEMPERATURE = 0.7
@@ -100,7 +99,7 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
         micro_batches = plan.updates[0]
         for place in range(len(micro_batches)):
             rank._accumulate(
-                survey.batch((0, place)), plan, Known(), first_pass=True, last=place == len(micro_batches) - 1
+                survey, (0, place), survey.batch((0, place)), first_pass=True, last=place == len(micro_batches) - 1
             )
         found = {name: safe_get_full_grad(p) for name, p in rank._policy.named_parameters()}
         gradients.append({name: gradient.clone() for name, gradient in found.items() if gradient is not None})

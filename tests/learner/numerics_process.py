@@ -21,7 +21,6 @@ from learner.batch import RankPlan
 from learner.objective import Objective
 from learner.policy import PolicySettings
 from learner.settings import LearnerSettings
-from learner.survey import Known
 from learner.worker import LearnerRank
 from rollout_workers.weights.manifest import Manifest, checksum
 
@@ -67,7 +66,7 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
         survey = rank._survey(plan, *(payloads[p] for p in plan.payloads))
         last = len(plan.updates[0]) - 1
         for place in range(last + 1):
-            rank._accumulate(survey.batch((0, place)), plan, Known(), first_pass=True, last=place == last)
+            rank._accumulate(survey, (0, place), survey.batch((0, place)), first_pass=True, last=place == last)
         gradients = {name: safe_get_full_grad(p) for name, p in rank._policy.named_parameters()}
         found["gradients"] = {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
         rank._step(0.0)  # AdamW at rate 0 leaves the weights where they are

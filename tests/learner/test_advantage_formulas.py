@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -181,6 +182,32 @@ def test_rounding_is_no_difference(name: str) -> None:
     assert (of.call(name, **options) == 0).all()
 
 
+@pytest.mark.parametrize("name", sorted(advantages.GROUP_RELATIVE - {"gdpo", "opo"}))
+@pytest.mark.parametrize("options", [{}, {"eps": 0.0}])
+def test_rounding_of_float32_sums_is_no_difference(name: str, options: dict[str, float]) -> None:
+    """The same components, added up from either end; in a batch of nothing else the deviation is that of the rounding."""
+    parts = torch.tensor([0.7, 0.5, 0.05, 0.1])
+    forward, backward = (functools.reduce(torch.add, ordered) for ordered in (parts, parts.flip(0)))
+    assert forward != backward
+    options = options if set(options) <= set(options_of(name)) else {}
+    rewards = torch.stack([forward, backward, forward, backward])
+    assert (getattr(advantages, name)(rewards, torch.tensor([0, 0, 1, 1]), **options) == 0).all()
+    assert getattr(advantages, name)(rewards * torch.tensor([1, 1.001, 1, 1]), torch.tensor([0, 0, 1, 1]))[1] > 0
+
+
+@pytest.mark.parametrize("eps", [1e-4, 0.0])
+def test_components_that_cancel_out_teach_nothing(eps: float) -> None:
+    """What rounding leaves of their sum is not divided by its own deviation."""
+    components = torch.tensor([[0.1, 0.3], [0.3, 0.1], [0.2, 0.2]], dtype=torch.float64)
+    rewards, weights = torch.full((3,), 0.4, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    result = advantages.gdpo(rewards, torch.zeros(3), component_rewards=components, component_weights=weights, eps=eps)
+    assert (result == 0).all()
+    nothing = advantages.gdpo(
+        rewards, torch.zeros(3), component_rewards=components[:, :0], component_weights=weights[:0]
+    )
+    assert (nothing == 0).all()
+
+
 def test_maxrl_does_not_divide_by_what_rounding_left_of_a_mean() -> None:
     rewards = torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64)
     assert rewards.sum() != 0
@@ -280,6 +307,30 @@ def test_whitening_does_not_feel_a_shift(shift: float) -> None:
     )
     short = advantages.whiten((values + 4096).float(), mask)
     torch.testing.assert_close(short.double(), advantages.whiten(values, mask), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7])
+@pytest.mark.parametrize("count", [3, 7, 11])
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+def test_whitened_equal_values_are_zero(value: float, count: int, eps: float) -> None:
+    """Their mean is rounded: without eps, what is left of each would be as large as its deviation."""
+    rewards = torch.full((count,), value, dtype=torch.float64)
+    assert (advantages.whiten(rewards, torch.ones(count), eps=eps) == 0).all()
+    mask = torch.ones(count, 5)
+    assert (advantages.reinforce_pp(rewards, torch.zeros(count), response_mask=mask, eps=eps) == 0).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_not_finite_does_not_silence_a_batch(bad: float) -> None:
+    """A reference that answers NaN: mean and variance are NaN, and every advantage of the batch was 0."""
+    rewards, mask = torch.tensor([1.0, 0.0]), torch.tensor([[1, 1], [1, 0]])
+    data = torch.tensor([[bad, 0.0], [0.0, 0.0]])
+    with pytest.raises(ValueError, match="values to be whitened must be finite"):
+        advantages.reinforce_pp(rewards, torch.zeros(2), response_mask=mask, token_rewards=data)
+    with pytest.raises(ValueError, match="values to be whitened must be finite"):
+        advantages.gae(rewards, torch.zeros(2), response_mask=mask, values=data)
+    data = data.flip(0).flip(1)  # where nothing was sampled
+    assert advantages.gae(rewards, torch.zeros(2), response_mask=mask, values=data).isfinite().all()
 
 
 def test_a_value_model_learns_and_its_targets_do_not() -> None:

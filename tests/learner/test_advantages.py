@@ -121,3 +121,11 @@ def test_bad_arguments_are_named() -> None:
         advantages.grpo(rewards, groups[:1])
     with pytest.raises(ValueError, match="component_rewards must be"):
         advantages.gdpo(rewards, groups, component_rewards=rewards, component_weights=rewards)
+    pairs = torch.stack([rewards, rewards])
+    with pytest.raises(ValueError, match=r"component_weights \[K\], got \[2, 2\] and \[2, 1\]"):
+        advantages.gdpo(rewards, groups, component_rewards=pairs, component_weights=rewards[:, None])
+    with pytest.raises(ValueError, match=r"component_weights must be finite, got \[nan, 1.0\]"):
+        advantages.gdpo(rewards, groups, component_rewards=pairs, component_weights=torch.tensor([torch.nan, 1.0]))
+    for lengths in ([-3.0, 1.0], [torch.nan, 1.0]):
+        with pytest.raises(ValueError, match=r"lengths must be at least 0, got (-3|nan)"):
+            advantages.opo(rewards, groups, lengths=torch.tensor(lengths))

@@ -72,6 +72,7 @@ def test_empty_rows_and_groups_leave_the_denominator() -> None:
         ("mean", [1], {}, "unknown aggregation 'mean'"),
         ("token_mean", [1, 2], {}, "equally many"),
         ("token_mean", [1], {"max_tokens": 4}, "max_tokens is 4 with token_mean"),
+        ("token_mean", [-2], {}, "lengths must be at least 0, got -2"),
         ("seq_sum_const", [1], {}, "max_tokens is None"),
         ("seq_sum_const", [1], {"max_tokens": 0}, "max_tokens must be > 0, got 0"),
     ],
@@ -79,3 +80,8 @@ def test_empty_rows_and_groups_leave_the_denominator() -> None:
 def test_bad_arguments_are_named(name: str, lengths: list[int], options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         aggregation.row_weights(name, lengths, [0], **options)
+
+
+def test_a_mask_of_one_row_alone_is_named() -> None:
+    with pytest.raises(ValueError, match=r"response_mask must be \[B, T\] and groups \[B\], got \[3\] and \[1\]"):
+        aggregation.token_mean(torch.ones(3), torch.zeros(1))

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner import corrections, entropy, kl, losses
+from learner import corrections, entropy, kl, losses, preference
 
 Row = list[tuple[float, float, float]]  # (logprob, old logprob, advantage) of each sampled token
 Expected = tuple[list[float], list[float], list[bool]]  # loss, its gradient (of their sum), clipped
@@ -353,6 +353,54 @@ def test_an_interpolated_policy_of_vanishing_probabilities() -> None:
     actual = corrections.interpolate_linear(new, behaviour, share)
     expected = [-200 + math.log((1 + math.exp(-1)) / 2), -1e4, -1 + math.log(0.5), -1.0]
     torch.testing.assert_close(actual, torch.tensor(expected))
+    short = corrections.interpolate_loglinear(torch.tensor([-1.25]).bfloat16(), torch.tensor([-2.0]).bfloat16(), 0.3)
+    torch.testing.assert_close(short, torch.tensor([-1.775]))
+    impossible = torch.tensor([-torch.inf, -2.0]), torch.tensor([-2.0, -torch.inf]), torch.tensor([0.0, 1.0])
+    for method in (corrections.interpolate_linear, corrections.interpolate_loglinear):
+        assert method(*impossible).tolist() == [-2.0, -2.0]
+
+
+def test_a_token_that_neither_policy_could_write_has_ratio_1() -> None:
+    """-inf - -inf is no number, and an old policy of -inf alone is no ratio of e^20."""
+    both, sampled = torch.tensor([[-torch.inf, -1.0]]), torch.ones(1, 2)
+    for name in losses.__all__:
+        new = both.clone().requires_grad_()
+        for sign in (1.0, -1.0):
+            terms = getattr(losses, name)(new, both, torch.tensor([[sign]]), sampled)
+            assert terms.token_loss.isfinite().all()
+            assert not terms.clipped.any()
+            (slope,) = torch.autograd.grad(terms.token_loss.sum(), new)
+            assert slope.isfinite().all()
+    for name in corrections.__all__:
+        data = {"advantages": -sampled} if name == "negative_sequence_mask" else {}
+        assert (getattr(corrections, name)(both, both, sampled, **data) == 1).all()
+
+
+def test_statistics_of_weights_hide_no_nan_and_no_shape() -> None:
+    weights, sampled = torch.tensor([[1.0, torch.nan]]), torch.ones(1, 2)
+    assert corrections.effective_sample_size(weights, sampled).isnan()
+    assert corrections.batch_normalised(weights, sampled).isnan().all()
+    for method in (corrections.effective_sample_size, corrections.batch_normalised):
+        with pytest.raises(ValueError, match=r"weights \[1, 2\], response_mask \[2, 1\]"):
+            method(weights, sampled.T)
+
+
+def test_one_advantage_an_answer_is_not_spread_over_tokens() -> None:
+    """[B] with B tokens: broadcast, each token would have the advantage of another answer."""
+    square, answers = torch.zeros(2, 2), torch.tensor([1.0, -1.0])
+    calls: list[Callable[[Tensor], Tensor]] = [
+        lambda a: losses.ppo_clip(square, square, a, square + 1).token_loss,
+        lambda a: corrections.negative_sequence_mask(square - 1, square, square + 1, advantages=a),
+        lambda a: kl.distillation_advantages(a, square - 1, square, square + 1),
+    ]
+    for call in calls:
+        with pytest.raises(
+            ValueError, match=r"advantages must be \[B, T\] or \[B, 1\] as response_mask \[2, 2\], got \[2\]"
+        ):
+            call(answers)
+        assert torch.equal(call(answers[:, None]), call(answers[:, None].expand(2, 2)))
+    with pytest.raises(ValueError, match="returns"):
+        losses.value_clip(square, square, answers, square + 1)
 
 
 # Divergences
@@ -401,6 +449,51 @@ def test_d19_in_every_type(dtype: torch.dtype) -> None:
         assert value.isfinite().all()
         assert new.grad is not None
         assert new.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_divergences_of_short_numbers_are_those_of_float32(dtype: torch.dtype) -> None:
+    p, q = (torch.tensor(x).log().to(dtype) for x in ([0.5, 0.3, 0.2], [0.9, 0.05, 0.05]))
+    for method in (kl.categorical_kl, kl.jensen_shannon):
+        assert torch.equal(method(p, q), method(p.float(), q.float()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"target": 0.0}, "target must be > 0, got 0.0"),
+        ({"target": -1.0}, "target must be > 0"),
+        ({"horizon": 0}, "horizon must be >= 1, got 0"),
+        (
+            {"samples": 600},
+            "samples must be >= 0 and <= 100, got 600",
+        ),  # 0.1 * (1 - 0.2 * 6) is a reward for going astray
+        ({"kl": math.nan}, "kl must be a number, got nan"),
+    ],
+)
+def test_a_kl_controller_that_can_not_be(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        kl.adaptive_coefficient(0.1, **{"kl": 0.0, "target": 0.1, "samples": 10, "horizon": 100} | changes)
+
+
+def test_an_entropy_that_is_not_known_moves_no_coefficient() -> None:
+    with pytest.raises(ValueError, match="entropy must be a number, got nan"):
+        entropy.adaptive_coefficient(0.01, math.nan, target=0.2, step=0.001, maximum=0.05)
+
+
+def test_penalties_of_another_shape_than_the_mask_are_refused() -> None:
+    square = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"response_mask \[2, 1\]"):
+        kl.reward_penalty(square, square, square[:, :1] + 1, coefficient=0.1)
+
+
+def test_numbers_of_preference_losses_are_looked_at() -> None:
+    pair = torch.zeros(1), torch.zeros(1)
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="gamma must be a number"):
+            preference.simpo(*pair, chosen_lengths=torch.ones(1), rejected_lengths=torch.ones(1), gamma=bad)
+        with pytest.raises(ValueError, match="margin must be a number"):
+            preference.bradley_terry(*pair, margin=bad)
 
 
 def test_divergences_of_impossible_outcomes_have_a_gradient() -> None:

@@ -161,6 +161,45 @@ def test_what_models_do_to_their_logits_is_read_from_their_configuration() -> No
     torch.testing.assert_close(capped, torch.tanh(logits / 30) * 30)
 
 
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {}),
+        ("cohere2", {"logit_scale": 0.25}),
+        ("granite", {"logits_scaling": 4.0}),
+        ("minicpm3", {"dim_model_base": 8, "q_lora_rank": 8, "kv_lora_rank": 8}),
+        ("hyperclovax", {"logits_scaling": 4.0}),  # multiplies where Granite divides
+        ("falcon_h1", {"lm_head_multiplier": 0.25, **MAMBA}),
+        ("recurrent_gemma", {"logits_soft_cap": 0.1, "lru_width": 32}),
+        ("gemma3_text", {"final_logit_softcapping": 0.1}),
+    ],
+)
+def test_a_models_own_logits_are_those_of_its_head_transformed(kind: str, settings: dict[str, Any]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | settings)).eval()
+    ids = torch.tensor([[1, 5, 9, 20, 31]])
+    with torch.no_grad():
+        hidden = getattr(model, model.base_model_prefix)(ids, use_cache=False).last_hidden_state
+        found = logit_transform(model.config.get_text_config())(model.get_output_embeddings()(hidden))
+        torch.testing.assert_close(found, model(ids, use_cache=False).logits, rtol=1e-5, atol=1e-6)
+
+
 def test_a_soft_cap_keeps_its_gradient() -> None:
     hidden, targets, head = setup(20, seed=4)
     transform = logit_transform(SimpleNamespace(final_logit_softcapping=5.0))

@@ -104,6 +104,8 @@ def test_draws_belong_to_the_answer_and_the_step() -> None:
         (top_entropy, {"fraction": 0.0}, "fraction"),
         (clip_cov, {"share": 1.5}, "share"),
         (clip_cov, {"low": 2.0, "high": 1.0}, "low must be below high"),
+        (clip_cov, {"high": float("inf")}, "high must be a number, got inf"),
+        (clip_cov, {"low": True}, "low must be a number, got True"),
         (kl_cov, {"coefficient": -1.0}, "coefficient"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,58 @@ def test_an_exported_model_is_an_ordinary_one(path: str, lora_rank: int, bucket_
         assert content["metadata"]["total_size"] == sum(
             t.numel() * t.element_size() for t in checkpoint(str(folder)).values()
         )
+
+
+def test_a_model_whose_generation_defaults_contradict_themselves_is_exported(tiny_path: str, tmp_path: Path) -> None:
+    """A temperature without do_sample, as many models have it: transformers refuses to save that, at the end of a run."""
+    defaults = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}
+    source = tmp_path / "source"
+    shutil.copytree(tiny_path, source)
+    (source / "generation_config.json").write_text(json.dumps(defaults))
+    policy, folder = Policy(PolicySettings(str(source), "float32")), tmp_path / "model"
+    weights = PolicyWeightSource(policy, zero_stage=0, bucket_bytes=HUGE)
+    export_folder(policy, weights, str(source), folder, write=True)
+    assert json.loads((folder / "generation_config.json").read_text()).items() >= defaults.items()
+
+
+def test_what_is_kept_beside_the_parameters_is_exported_too(tmp_path: Path, tiny_path: str) -> None:
+    """The bias of a router does not learn, but routes: without it another model would be loaded."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    config = AutoConfig.for_model(
+        "glm4_moe", vocab_size=64, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0, **sizes, **experts
+    )
+    source, folder = tmp_path / "source", tmp_path / "model"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert biases
+    for bias in biases:
+        bias.copy_(torch.tensor([0.0, 0.0, 0.0, 9.0]))
+    model.save_pretrained(source)
+    AutoTokenizer.from_pretrained(tiny_path).save_pretrained(source)
+    policy = Policy(PolicySettings(str(source), "float32"))
+    weights = PolicyWeightSource(policy, zero_stage=0, bucket_bytes=HUGE)
+    export_folder(policy, weights, str(source), folder, write=True)
+    ids = torch.tensor([[1, 5, 9, 20, 31]])
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        torch.testing.assert_close(found, model.eval()(ids).logits, rtol=0, atol=1e-5)
 
 
 def test_tied_heads_stay_tied(tiny_path: str, tmp_path: Path) -> None:

@@ -90,6 +90,27 @@ def test_the_trust_region_of_dppo_is_around_behaviour(loss: str) -> None:
         check_algorithm(AlgorithmConfig(loss=loss, correction="token_tis"), 4)
 
 
+@pytest.mark.parametrize("loss", ["gmpo", "gspo", "gspo_token"])
+@pytest.mark.parametrize("correction", sorted(corrections.__all__))
+def test_no_token_of_a_whole_answers_loss_is_dropped(loss: str, correction: str) -> None:
+    """Whether the check says what the loss does: the gradient of a token of weight 0."""
+    options = {"aggregation": "seq_mean_token_mean", "proximal": "recompute", "correction": correction}
+    config = AlgorithmConfig(loss=loss, **options)  # type: ignore[arg-type]
+    new = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    old, answer, mask = new.detach(), torch.ones(1, 1), torch.ones(1, 2)
+    data = {"advantages": answer} if correction == "negative_sequence_mask" else {}
+    weights = getattr(corrections, correction)(old, torch.tensor([[-1.0, -0.1]]), mask, **data)
+    (getattr(losses, loss)(new, old, answer, mask).token_loss * weights).sum().backward()
+    assert new.grad is not None
+    if bool(weights.any()) and bool(new.grad[weights == 0].any()):
+        with pytest.raises(
+            ConfigError, match=rf"algorithm\.correction={correction} drops tokens, and .*={loss} is one loss"
+        ):
+            check_algorithm(config, 4)
+    else:
+        check_algorithm(config, 4)
+
+
 def test_reinforce_has_no_ratio_to_complete_half_an_importance_weight() -> None:
     check_algorithm(AlgorithmConfig(loss="reinforce", proximal="recompute", correction="token_tis"), 4)
     with pytest.raises(ConfigError, match=r"algorithm\.proximal=behaviour or recompute only, got interpolate"):
@@ -145,6 +166,29 @@ def test_functions_of_the_users_own() -> None:
         check_algorithm(AlgorithmConfig(advantage=f"{__name__}.needs_values"), 4)
 
 
+@pytest.mark.parametrize(
+    ("part", "path", "name"),
+    [
+        ("loss", "learner.losses.gspo", "gspo"),  # which fixes the aggregation
+        ("kl_estimator", "learner.kl.k1", "k1"),  # which pulls nowhere
+        ("advantage", "learner.advantages.grpo", "grpo"),  # which wants two answers
+        ("aggregation", "learner.aggregation.token_mean", "token_mean"),
+        ("correction", "learner.corrections.token_tis", "token_tis"),
+    ],
+)
+def test_a_function_of_ours_goes_by_its_short_name(part: str, path: str, name: str) -> None:
+    """What is known of it, and refused with it, is looked up by that."""
+    config = AlgorithmConfig(proximal="recompute", kl_coefficient=0.1, **{part: path})
+    with pytest.raises(ConfigError, match=rf"algorithm\.{part}={path}: write algorithm\.{part}={name}"):
+        check_algorithm(config, 4)
+
+
+def test_a_batch_without_components_that_count_has_no_advantages() -> None:
+    config = AlgorithmConfig(advantage="gdpo")
+    assert compute_advantages(config, [1.0, 0.0], [0, 0], [1, 1], {"a": [1.0, 0.0]}, {}) == [0.0, 0.0]
+    assert compute_advantages(config, [], [], [], {}, {}) == []
+
+
 def test_advantages_know_groups_by_number_not_by_place() -> None:
     config = AlgorithmConfig(advantage="dr_grpo")
     assert compute_advantages(config, [1.0, 4.0, 0.0, 2.0], [0, 1, 0, 1], [1] * 4) == [0.5, 1.0, -0.5, -1.0]
@@ -178,7 +222,14 @@ def test_advantages_per_token_are_the_ranks_matter() -> None:
     ("changes", "message"),
     [
         ({"kl_coefficient": 0.1, "kl_placement": "reward"}, r"kl_placement=reward .* algorithm\.advantage=grpo"),
-        ({"advantage": "reinforce_pp", "advantage_options": {"lam": 0.9}}, "algorithm.advantage_options"),
+        (
+            {"advantage": "reinforce_pp", "advantage_options": {"lam": 0.9}},
+            r"algorithm\.advantage_options\.lam: .* expected eps, gamma, std",
+        ),
+        (
+            {"advantage": "reinforce_pp", "advantage_options": {"kl_coefficient": 0.9}},
+            r"algorithm\.advantage_options\.kl_coefficient: .* has no such option",
+        ),
         ({"advantage": "reinforce_pp", "advantage_options": {"std": "robust"}}, "algorithm.advantage_options"),
         ({"selection": "lowest"}, "algorithm.selection=lowest: expected one of clip_cov, kl_cov, top_entropy"),
         ({"selection": "top_entropy", "selection_options": {"fraction": 2}}, "algorithm.selection_options: fraction"),
