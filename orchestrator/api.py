@@ -57,6 +57,7 @@ from orchestrator.profile_report import (
     write_results,
 )
 from orchestrator.progress import Progress
+from orchestrator.resume import begun, to_resume
 from orchestrator.reward_check import RewardCheck, check_folder, drawn, refuse_unknown_columns
 from orchestrator.reward_check_report import PAGE, Report, log_lines
 from orchestrator.reward_findings import find
@@ -168,6 +169,10 @@ def _texts(overrides: Overrides) -> list[str]:
     """Overrides in Hydra's grammar."""
     if isinstance(overrides, Mapping):
         return [f"{key}={literal(value)}" for key, value in overrides.items()]
+    if isinstance(overrides, str) or not isinstance(overrides, Sequence):
+        raise ConfigError(
+            f"overrides={overrides!r}: expected a list of texts, key=value, or a mapping of keys to values"
+        )
     return list(overrides)
 
 
@@ -208,10 +213,11 @@ def configured(model: str | None, data: Any, overrides: Overrides) -> Config:
         config.model.path = model
     if data is not None:
         config.data.train = source_of(data)
+        given = [text.lstrip("+") for text in texts]
         # The default task's held-out set and its checker say nothing about someone else's data.
-        if not any(text.startswith(("data.eval", "data=")) for text in texts):
+        if not any(text.startswith(("data.eval", "data=")) for text in given):
             config.data.eval = {}
-            if not any(text.startswith("eval.checker") for text in texts):
+            if not any(text.startswith(("eval.checker", "eval=")) for text in given):
                 config.eval.checker = None
     return config
 
@@ -241,9 +247,7 @@ async def _train(prepared: Prepared) -> RunResult:
     config = prepared.config
     folder = _run_folder(config)
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
-    checkpoint = store.latest() if config.checkpoint.resume != "never" else None
-    if config.checkpoint.resume == "must" and checkpoint is None:
-        raise ConfigError(f"checkpoint.resume=must: there is no whole checkpoint in {folder / 'checkpoints'}")
+    checkpoint = to_resume(prepared, folder, store)
     with _owned(folder, f"run.name={folder.name}"), _log_file(folder / "logs" / "driver.log", config.logging.level):
         return await _train_in(folder, prepared, store, checkpoint)
 
@@ -416,8 +420,7 @@ def _run_folder(config: Config, *, exists_ok: bool = False) -> Path:
     name = config.run.name or time.strftime("%Y%m%d-%H%M%S")
     folder = (Path(config.run.dir) / name).resolve()
     # A start that failed before its first batch (too few cores, say) is no run yet.
-    begun = any((folder / JOURNAL).rglob("*.parquet"))
-    if begun and not exists_ok and config.checkpoint.resume == "never":
+    if begun(folder) and not exists_ok and config.checkpoint.resume == "never":
         raise ConfigError(
             f"run.name={name}: {folder} holds a run already; continue it with checkpoint.resume=auto or choose another name"
         )

@@ -173,7 +173,7 @@ class CheckpointStore:
         if not self._root.is_dir():
             return []
         matches = ((_NAME.fullmatch(path.name), path) for path in self._root.iterdir())
-        return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
+        return sorted(((int(match[1]), path) for match, path in matches if match and path.is_dir()), reverse=True)
 
     def _read(self, version: int, folder: Path) -> Checkpoint | None:
         """The checkpoint in `folder` if it is whole; otherwise None, and a warning that says why.

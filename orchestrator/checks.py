@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from learner.group_relative import GROUP_RELATIVE
@@ -17,6 +17,18 @@ from orchestrator.config import CheckRewardsConfig, Config, ConfigError, RewardF
 from orchestrator.reward_probes import KINDS
 
 MAX_SERVED_RANK = 512  # of adapters in vLLM
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # that vLLM samples with
+# Of vLLM's engine arguments those that others rely on, and what sets them here; None: nothing may.
+_OWN_ENGINE_ARGUMENTS = {
+    "model": "model.path",
+    "seed": "run.seed (each engine has one of its own)",
+    "max_model_len": "rollout.max_prompt_tokens and rollout.max_response_tokens",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "logprobs_mode": None,
+    "generation_config": None,
+    "scheduling_policy": None,
+    "weight_transfer_config": "rollout.weights.transport",
+}
 _CHOICES = {
     "model.dtype": ("bfloat16", "float32"),
     "rollout.weights.transport": ("auto", "shared_memory", "nccl", "lora"),
@@ -207,14 +219,15 @@ def _check_keys(config: Config) -> None:
     for key in ("learner.adam_beta1", "learner.adam_beta2"):
         if (value := _get(config, key)) >= 1:
             raise ConfigError(f"{key}={value}: expected less than 1, or nothing is ever forgotten")
-    _refuse_none_strings(config, "")
-    _refuse_not_finite(config, "")
+    _refuse_none_strings(config)
+    _refuse_not_finite(config)
     if config.learner.zero_stage == 0 and config.model.dtype == "bfloat16":
         raise ConfigError(
             "learner.zero_stage=0 with model.dtype=bfloat16: DeepSpeed would add gradients up in bfloat16; expected 1, 2 or 3 "
             "(with one rank there is no difference but this), or model.dtype=float32"
         )
     _check_sampling(config)
+    _check_engine_options(config.rollout.engine_options)
     _check_adapter(config)
     if config.model.lora.rank and config.learner.reference != "ranks":
         raise ConfigError(
@@ -258,6 +271,12 @@ def _check_sampling(config: Config) -> None:
             )
     if r.temperature <= 0:
         raise ConfigError(f"rollout.temperature={r.temperature}: must be above 0, or all answers of a group are equal")
+    for key, temperature in (("rollout.temperature", r.temperature), ("eval.temperature", config.eval.temperature)):
+        if temperature != 0 and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
+            raise ConfigError(
+                f"{key}={temperature}: expected {LEAST_TEMPERATURE} to {MOST_TEMPERATURE:g}; below, the engine takes "
+                f"{LEAST_TEMPERATURE} in its place, which the learner would not, and above it refuses every request"
+            )
     answers = s.groups_per_batch * s.answers_per_group
     if config.algorithm.kl_target is not None and config.algorithm.kl_horizon_answers < answers:
         raise ConfigError(
@@ -297,6 +316,14 @@ def _check_sampling(config: Config) -> None:
             raise ConfigError(
                 f"{key}={name}: no such reward function or model, expected one of {', '.join(components)}"
             )
+
+
+def _check_engine_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name in _OWN_ENGINE_ARGUMENTS:
+            owner = _OWN_ENGINE_ARGUMENTS[name]
+            instead = f"it comes from {owner}" if owner else "it is fixed, because the learner relies on it"
+            raise ConfigError(f"rollout.engine_options.{name}: can't be set here; {instead}")
 
 
 def _check_adapter(config: Config) -> None:
@@ -378,28 +405,40 @@ def _check_names(config: Config) -> None:
             raise ConfigError(f"{key}: {name!r} becomes part of metric and file names; use letters, digits, _ . -")
 
 
-def _refuse_none_strings(node: Any, path: str) -> None:
+def _refuse_none_strings(config: Config) -> None:
     """`key=None` reaches us as the text «None»; Hydra's word for nothing is null."""
-    if isinstance(node, str) and node in ("None", "none"):
-        raise ConfigError(f"{path}={node}: write {path}=null for no value")
-    if dataclasses.is_dataclass(node):
-        for item in dataclasses.fields(node):
-            _refuse_none_strings(getattr(node, item.name), f"{path}.{item.name}".lstrip("."))
+    for path, value in _values(config, ""):
+        in_options = _IN_OPTIONS.search(path) is not None
+        if in_options and path.startswith("algorithm."):
+            continue  # these are tried out
+        if value == "None" or (value == "none" and not in_options):  # of the user's own options it may be a choice
+            raise ConfigError(f"{path}={value}: write {path}=null for no value")
 
 
-def _refuse_not_finite(node: Any, path: str) -> None:
+_IN_OPTIONS = re.compile(r"\b(options|\w+_options|chat_template_kwargs)\.")
+
+
+def _refuse_not_finite(config: Config) -> None:
     """NaN is neither above nor below any bound, and infinity above all."""
-    if isinstance(node, float) and not math.isfinite(node):
-        raise ConfigError(f"{path}={node}: expected a finite number")
-    items: Iterable[tuple[Any, Any]] = ()
+    for path, value in _values(config, ""):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{path}={value}: expected a finite number")
+
+
+def _values(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every value that is no container, with its key; what lies in mappings and lists too."""
+    items: Iterable[tuple[Any, Any]]
     if dataclasses.is_dataclass(node):
         items = [(item.name, getattr(node, item.name)) for item in dataclasses.fields(node)]
     elif isinstance(node, Mapping):
         items = node.items()
     elif isinstance(node, list | tuple):
         items = enumerate(node)
+    else:
+        yield path, node
+        return
     for name, value in items:
-        _refuse_not_finite(value, f"{path}.{name}".lstrip("."))
+        yield from _values(value, f"{path}.{name}".lstrip("."))
 
 
 def _get(config: Config, key: str) -> Any:

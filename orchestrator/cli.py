@@ -30,13 +30,19 @@ Keys and their meaning: docs/config.md. Presets: conf/experiment/.
 """
 
 
+COMMANDS = ("train", "eval", "profile-difficulty", "check-rewards", "doctor", "replay", "simulate")
+
+
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(USAGE)
         return 0 if arguments else 2
     command, overrides = arguments[0], arguments[1:]
-    if command not in ("train", "eval", "profile-difficulty", "check-rewards", "doctor", "replay", "simulate"):
+    if command in COMMANDS and any(override in ("-h", "--help") for override in overrides):
+        sys.stdout.write(USAGE)
+        return 0
+    if command not in COMMANDS:
         sys.stderr.write(f"headway: unknown command {command!r}\n\n{USAGE}")
         return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +20,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -27,12 +30,15 @@ from orchestrator.config import Config, ConfigError
 from orchestrator.derived import learning_rate
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+# What Hydra and OmegaConf refuse an override with. The last: a list's element where there is no list.
+_REFUSALS = (HydraException, OmegaConfBaseException, AssertionError)
 
 
 def load(overrides: Sequence[str] = (), check: Callable[[Config], None] = validate) -> Config:
     """Compose `conf/` with Hydra overrides, convert and check. Raises ConfigError naming the key."""
+    overrides = _flat(overrides)
     refuse_unknown(overrides)
-    ConfigStore.instance().store("schema", node=Config)
+    _store_schema()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         try:
@@ -40,14 +46,20 @@ def load(overrides: Sequence[str] = (), check: Callable[[Config], None] = valida
             for override in filter(_OWN_KEYS.match, overrides):
                 _merge(composed, override)
             config = OmegaConf.to_object(composed)
-        except (HydraException, OmegaConfBaseException) as error:
+        except _REFUSALS as error:
             raise ConfigError(_explain(error, overrides)) from error
     assert isinstance(config, Config)
     return _checked(config, check)
 
 
+@functools.cache
+def _store_schema() -> None:
+    ConfigStore.instance().store("schema", node=Config)
+
+
 def changed(config: Config, overrides: Sequence[str], check: Callable[[Config], None] = validate) -> Config:
     """A configuration that there is already, with other values of single keys. Raises ConfigError naming the key."""
+    overrides = _flat(overrides)
     refuse_unknown(overrides)
     composed = OmegaConf.structured(config)
     try:
@@ -56,16 +68,24 @@ def changed(config: Config, overrides: Sequence[str], check: Callable[[Config], 
                 raise ConfigError(f"{override}: here only single keys can be changed, not the choice of a config group")
             _merge(composed, override)
         merged = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
+    except _REFUSALS as error:
         raise ConfigError(_explain(error, overrides)) from error
     assert isinstance(merged, Config)
     return _checked(merged, check)
 
 
 def _checked(config: Config, check: Callable[[Config], None]) -> Config:
-    """Checked, and with a learning rate: what is written down is the figure that null stands for."""
+    """Checked, with a learning rate (what is written down is the figure that null stands for) and without «~» in folders."""
     check(config)
     config.learner.learning_rate = learning_rate(config)
+    for owner, name in (
+        (config.run, "dir"),
+        (config.profile, "out"),
+        (config.doctor, "out"),
+        (config.check_rewards, "out"),
+    ):
+        if (folder := getattr(owner, name)) is not None:
+            setattr(owner, name, os.path.expanduser(folder))
     return config
 
 
@@ -83,7 +103,7 @@ def is_own_key(override: str) -> bool:
 
 def _merge(composed: DictConfig, override: str) -> None:
     """Carry out an override of one of the user's own mappings, its value read by Hydra's grammar."""
-    parsed = OverridesParser.create().parse_override(override.lstrip("+"))
+    parsed = _parsed(override.lstrip("+"))
     if parsed.is_sweep_override():
         raise ConfigError(f"{override}: commas outside brackets would be a sweep; a list is written key=[a,b]")
     value: Any = parsed.value()
@@ -101,7 +121,46 @@ def _merge(composed: DictConfig, override: str) -> None:
         with open_dict(composed):
             composed.merge_with(value)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{override}: {error}") from error
+        raise ConfigError(f"{override}: {error}{_none_hint([override])}") from error
+
+
+def _flat(overrides: Sequence[str]) -> list[str]:
+    """The same overrides, where a whole node of the schema is given at once (`run={name: mine}`) with one for each of its keys.
+
+    Hydra would demand a «+» of `data={train: {mine: ...}}`, and add or miss keys without saying which one may be meant.
+    """
+    flat: list[str] = []
+    for override in overrides:
+        if not isinstance(override, str):
+            raise ConfigError(f"{override!r}: an override is a text, key=value")
+        node = _WHOLE_NODE.match(override)
+        if node is None or is_own_key(override) or not _is_node(node["key"]):
+            flat.append(override)
+            continue
+        try:
+            value: Any = _parsed(override).value()
+        except HydraException as error:
+            raise ConfigError(_explain(error, [override])) from error
+        flat += _flat([f"{node['key']}.{name}={literal(item)}" for name, item in value.items()])
+    return flat
+
+
+def _parsed(override: str) -> Override:
+    [parsed] = OverridesParser.create().parse_overrides([override])
+    return parsed
+
+
+_WHOLE_NODE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=\s*\{")
+
+
+def _is_node(key: str) -> bool:
+    """Whether a key of the schema has keys of its own below it."""
+    kind: Any = Config
+    for part in key.split("."):
+        kind = get_type_hints(kind).get(part)
+        if not dataclasses.is_dataclass(kind):
+            return False
+    return True
 
 
 def refuse_unknown(overrides: Sequence[str]) -> None:
@@ -114,8 +173,11 @@ def refuse_unknown(overrides: Sequence[str]) -> None:
 
 
 def _refuse_unknown(override: str) -> None:
-    key = override.partition("=")[0].lstrip("+~")
-    if (CONF_DIR / key.partition("@")[0]).is_dir():  # the choice of a config group
+    key, _, value = override.partition("=")
+    key = key.lstrip("+~")
+    if key and (CONF_DIR / key.partition("@")[0]).is_dir():  # the choice of a config group
+        if value in ("null", "None"):
+            raise ConfigError(f"{override}: a config group is chosen by name, there is no choice of nothing")
         return
     kind: Any = Config
     path: list[str] = []
@@ -144,7 +206,9 @@ def literal(value: Any) -> str:
         escaped = re.sub(r'(\\*)"', r'\1\1\\"', str(value))
         return '"' + re.sub(r"(\\+)\Z", r"\1\1", escaped) + '"'
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{literal(item)}" for key, item in value.items()) + "}"
+        # Keys can't be quoted.
+        items = [(re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key)), item) for key, item in value.items()]
+        return "{" + ",".join(f"{key}:{literal(item)}" for key, item in items) + "}"
     if isinstance(value, Sequence):
         return "[" + ",".join(map(literal, value)) + "]"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -152,6 +216,9 @@ def literal(value: Any) -> str:
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """The library's message, with what to do about the mistakes people make most."""
+    if isinstance(error, AssertionError):
+        named = ", ".join(override for override in overrides if re.search(r"\.\d+=", override))
+        return f"{named}: there is no list yet, give it as a whole: key=[1,2]"
     text = str(error).strip()
     if error.__cause__ is not None and str(error.__cause__) not in text:
         text += f"\n{error.__cause__}"
@@ -160,4 +227,11 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             text += f"\n{override}: a value with '=' needs quotes for Hydra inside those of the shell: 'key=\"a=b\"' (or a\\=b)."
     if "sweep" in text.lower() or any(re.search(r"^[^=]+=[^'\"\[({]+,", override) for override in overrides):
         text += "\nA list is written key=[1,2]; commas outside brackets would be a sweep."
-    return text
+    if isinstance(error, OverrideParseException) and re.search(r"=[^'\"=]*([~{}()\[\]]|[^\x00-\x7f])", error.override):
+        text += f"\n{error.override}: a value with such signs needs quotes for Hydra inside those of the shell: 'key=\"~/a\"'."
+    return text + _none_hint(overrides)
+
+
+def _none_hint(overrides: Sequence[str]) -> str:
+    keys = [override.partition("=")[0].lstrip("+") for override in overrides if re.search(r"=(None|none)\Z", override)]
+    return "".join(f"\n{key}=None is a text: write {key}=null for no value." for key in keys)

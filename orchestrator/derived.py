@@ -43,9 +43,21 @@ def queue_settings(config: Config) -> QueueSettings:
 
 def _loaded_filter(path: str) -> Callable[[Sequence[Member]], bool]:
     try:
-        return load_function(path)
+        function = load_function(path)
     except RewardFunctionError as error:
         raise ConfigError(f"sampling.keep={path}: {error}") from error
+
+    def keep(members: Sequence[Member]) -> bool:
+        """Raises ConfigError where the user's function fails or gives no answer, which a bare `return` would turn into a no."""
+        try:
+            kept = function(members)
+        except Exception as error:
+            raise ConfigError(f"sampling.keep={path}: raised {type(error).__name__}: {error}") from error
+        if kept is None:
+            raise ConfigError(f"sampling.keep={path}: returned None; expected true for a group to train on, else false")
+        return bool(kept)
+
+    return keep
 
 
 def prefix_sharing(prepared: Prepared) -> bool:

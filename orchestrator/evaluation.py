@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,31 +144,33 @@ def _vote(verdict: RewardResult, text: str) -> str | None:
 
 
 def summarise(name: str, version: int, answered: Sequence[Answered]) -> SetResult:
-    """Figures of one set. Answers without a verdict count in none of them but `unscored_ratio`."""
-    judged = [(a, [p for p in a.passed if p is not None]) for a in answered]
-    judged = [(a, passed) for a, passed in judged if passed]
-    rates = [sum(passed) / len(passed) for _, passed in judged]
-    pass_at_1 = sum(rates) / len(rates) if rates else 0.0
+    """Figures of one set. Answers without a verdict count in none of them but `unscored_ratio`, lengths and truncation.
+
+    Where none has a verdict, `pass_at_1` is NaN, and no metric.
+    """
+    judged = [[(p, v) for p, v in zip(a.passed, a.votes, strict=True) if p is not None] for a in answered]
+    verdicts = [([p for p, _ in pairs], [vote for _, vote in pairs]) for pairs in judged if pairs]
+    rates = [sum(passed) / len(passed) for passed, _ in verdicts]
     low, high = wilson_interval(sum(rates), len(rates))
     answers = sum(len(a.passed) for a in answered)
     lengths = [length for a in answered for length in a.lengths]
     prefix = f"eval/{name}"
     metrics: dict[str, float] = {
-        f"{prefix}/pass_at_1": pass_at_1,
-        f"{prefix}/pass_at_1_low": low,
-        f"{prefix}/pass_at_1_high": high,
         f"{prefix}/prompts": len(answered),
         f"{prefix}/unscored_ratio": sum(p is None for a in answered for p in a.passed) / answers,
         f"{prefix}/response_length_mean": sum(lengths) / len(lengths),
         f"{prefix}/truncated_ratio": sum(t for a in answered for t in a.truncated) / answers,
     }
-    k = max(len(a.passed) for a in answered)
-    if k > 1 and judged:
-        metrics[f"{prefix}/pass_at_k"] = _mean([pass_at_k(len(p), sum(p), len(p)) for _, p in judged])
-        metrics[f"{prefix}/maj_at_k"] = _mean(
-            [majority_at_k(a.votes, [bool(p) for p in a.passed], len(a.votes)) for a, _ in judged]
-        )
-    return SetResult(name, version, pass_at_1, (low, high), answered, metrics)
+    if rates:
+        metrics |= {
+            f"{prefix}/pass_at_1": _mean(rates),
+            f"{prefix}/pass_at_1_low": low,
+            f"{prefix}/pass_at_1_high": high,
+        }
+    if rates and max(len(a.passed) for a in answered) > 1:
+        metrics[f"{prefix}/pass_at_k"] = _mean([pass_at_k(len(p), sum(p), len(p)) for p, _ in verdicts])
+        metrics[f"{prefix}/maj_at_k"] = _mean([majority_at_k(votes, p, len(p)) for p, votes in verdicts])
+    return SetResult(name, version, _mean(rates) if rates else math.nan, (low, high), answered, metrics)
 
 
 def metrics_of(results: Sequence[SetResult]) -> dict[str, float]:
@@ -175,13 +178,10 @@ def metrics_of(results: Sequence[SetResult]) -> dict[str, float]:
     values: dict[str, float] = {}
     for result in results:
         values |= result.metrics
-    if results:
-        first = results[0]
-        values |= {
-            "eval/pass_at_1": first.pass_at_1,
-            "eval/pass_at_1_low": first.interval[0],
-            "eval/pass_at_1_high": first.interval[1],
-        }
+    for result in results[:1]:
+        for name in ("pass_at_1", "pass_at_1_low", "pass_at_1_high"):
+            if (value := result.metrics.get(f"eval/{result.name}/{name}")) is not None:
+                values[f"eval/{name}"] = value
     return values
 
 

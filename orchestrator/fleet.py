@@ -271,8 +271,14 @@ class RolloutFleet:
 
     async def _all_serving(self, method: str) -> None:
         serving = [r for r in self._replicas if r.state == "serving"]
-        calls = [self._call(r, getattr(r.handle, method).remote(), self._weights_timeout_s, method) for r in serving]
-        await asyncio.gather(*calls)
+        await asyncio.gather(*(self._told(replica, method) for replica in serving))
+
+    async def _told(self, replica: Replica, method: str) -> None:
+        handle = replica.handle
+        try:
+            await self._call(replica, getattr(handle, method).remote(), self._weights_timeout_s, method)
+        except RayError as error:
+            self._lose(replica, handle, reason_of_loss(error))
 
     # Weights
 

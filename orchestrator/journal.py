@@ -262,8 +262,8 @@ def write_outcomes(
 ) -> Path:
     """Write what became of the prompts that settled with the batch of `policy_version`, whole or not at all.
 
-    What settles after a run's last batch belongs to that batch's version too, as a further `shard`: under the
-    next version, a resume from the final checkpoint would fence it. Raises ValueError when a prompt settles
+    What settles between a run's last batch and its final checkpoint belongs to that batch's version too, as a further `shard`:
+    under the next version, a resume from this checkpoint would fence it. Raises ValueError when a prompt settles
     twice, OSError that names the file and the bytes free.
     """
     times = Counter((outcome.prompt_id, outcome.epoch) for outcome in outcomes)

@@ -376,7 +376,7 @@ def find(name: str) -> Metric:
 def _patterns() -> tuple[tuple[Metric, re.Pattern[str]], ...]:
     def pattern(name: str) -> re.Pattern[str]:
         escaped = re.sub(r"<\w+>$", ".+", name)
-        return re.compile(re.sub(r"<\w+>", "[^/]+", escaped))
+        return re.compile(re.sub(r"<\w+>", "[^/]+", escaped), re.DOTALL)
 
     return tuple((metric, pattern(metric.name)) for metric in CATALOGUE)
 

@@ -7,8 +7,9 @@ process and writes nothing but the user's model cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from orchestrator.adapted_layers import adapted_layers
@@ -58,7 +59,10 @@ def prepare(config: Config, reward: UserReward | None = None, *, training: bool 
     _check_context(config, model_path)
     if training and config.model.lora.rank:
         adapted_layers(model_path, config.model.lora.targets)
-    chat = ChatTemplate.from_pretrained(model_path, config.model.chat_template_kwargs)
+    try:
+        chat = ChatTemplate.from_pretrained(model_path, config.model.chat_template_kwargs)
+    except ValueError as error:
+        raise ConfigError(f"model.path={config.model.path}: {error}") from error
     rewards = _rewards(config, reward)
     train = load_sources(config.data.train, "train") if training else []
     evaluation = load_sources(config.data.eval, "eval") if config.data.eval else []
@@ -229,6 +233,15 @@ def _check_options(rewards: RewardSet, key: str) -> None:
 
 
 def source_of(data: Any) -> dict[str, SourceConfig]:
-    """A Python caller's `data`: a path or hub id, or a mapping of names to paths."""
-    named = data if isinstance(data, dict) else {"main": data}
-    return {name: SourceConfig(path=str(path)) for name, path in named.items()}
+    """A Python caller's `data`: a path or hub id, or a mapping of names to paths, or to sources as a configuration has them."""
+    named = data if isinstance(data, Mapping) else {"main": data}
+    for name, source in named.items():
+        if not isinstance(source, str | Path | SourceConfig):
+            raise ConfigError(
+                f"data: expected the path of a file or folder, a hub id, or a mapping of names to these; found "
+                f"{type(source).__name__} for {name}. Rows in memory: write them to a JSONL file, or give "
+                "data.train.NAME.generator"
+            )
+    return {
+        name: item if isinstance(item, SourceConfig) else SourceConfig(path=str(item)) for name, item in named.items()
+    }

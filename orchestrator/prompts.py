@@ -22,6 +22,7 @@ surviving lineage each prompt is done or skipped exactly once an epoch.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,8 +107,12 @@ def load_source(name: str, config: SourceConfig, kind: str) -> PromptSource:
     key = f"data.{kind}.{name}"
     if not re.fullmatch(r"[\w.-]+", name):  # it is the first part of every prompt id
         raise DataError(f"{key}: a source's name is made of letters, digits, dot, dash and underscore")
-    if config.weight <= 0:
+    if not 0 < config.weight < math.inf:
         raise DataError(f"{key}.weight={config.weight}: expected a number above 0")
+    if config.reward == []:
+        raise DataError(
+            f"{key}.reward=[]: nothing would judge its rows; name reward functions, or null for all of them"
+        )
     rows = read_rows(key, config)
     ids: list[str] = []
     places: dict[str, int] = {}

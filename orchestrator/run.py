@@ -33,6 +33,7 @@ from orchestrator.prepare import Prepared
 from orchestrator.probe import Probe
 from orchestrator.prompts import PromptStream
 from orchestrator.reporting import BatchReport, queue_gauges
+from orchestrator.resume import model_state
 from orchestrator.sampling_queue import SamplingQueue
 from orchestrator.sampling_types import Batch, OnStarved, Starvation
 from orchestrator.sinks import Recorder, WandbSink
@@ -206,6 +207,7 @@ class Run:
             await self._save_if_due(ended=ended)
         await self._evaluate_if_due(ended=True)
         await self._save_if_due(ended=True)
+        self._write_outcomes()
 
     # Dispatch and collect
 
@@ -247,6 +249,7 @@ class Run:
 
     def _give_up(self, starvation: Starvation) -> None:
         if starvation.action is OnStarved.ERROR:
+            self._write_outcomes()
             raise Starved(str(starvation))
         logger.warning("the run ends early. %s", starvation)
 
@@ -382,6 +385,7 @@ class Run:
             if outcomes := self.dispatcher.take_outcomes():
                 write_outcomes(self.folder / JOURNAL, self.lineage, self.version - 1, outcomes, shard=1)
             state = {
+                "model": model_state(self.config),
                 "queue": self.queue.state(),
                 "prompts": self.prompts.state(),
                 "pass_rates": self.pass_rates.state(),
@@ -395,6 +399,11 @@ class Run:
             await asyncio.to_thread(self.store.commit, self.version, state, names)
         self.saved = self.version
         logger.info("checkpoint at version %d", self.version)
+
+    def _write_outcomes(self) -> None:
+        """Those of no batch, and of no checkpoint: a run that goes on from the last one fences them, and decides them anew."""
+        if outcomes := self.dispatcher.take_outcomes():
+            write_outcomes(self.folder / JOURNAL, self.lineage, self.version, outcomes)
 
     async def _record(self, batch: Batch, plan: LearningPlan, learned: Any, broadcast: BroadcastReport) -> None:
         reports, tally = learned

@@ -20,8 +20,9 @@ import importlib
 import inspect
 import itertools
 import json
+import numbers
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,14 @@ def _read_path(key: str, path: str, split: str, limit: int | None) -> Rows:
         readers = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".parquet": _read_parquet}
         if file.suffix not in readers:
             raise DataError(f"{key}.path={path}: expected a file that ends with {', '.join(readers)}")
+        if split != SourceConfig.split:
+            raise DataError(f"{key}.split={split}: a file has no splits, all of {path} would be read; leave it out")
         return readers[file.suffix](key, file, limit)
-    if file.suffix in (".jsonl", ".ndjson", ".json", ".parquet") or not (file.is_dir() or HUB_ID.fullmatch(path)):
+    if (
+        file.suffix in (".jsonl", ".ndjson", ".json", ".parquet")
+        or not (file.is_dir() or HUB_ID.fullmatch(path))
+        or not path
+    ):
         raise DataError(f"{key}.path={path}: no such file or folder")
     return _read_dataset(key, path, split, limit)
 
@@ -151,10 +158,14 @@ def _generated(key: str, generator: str, options: Mapping[str, Any], limit: int 
         inspect.signature(function).bind(**options)
     except TypeError as error:
         raise DataError(f"{key}.options: do not fit {generator}{inspect.signature(function)}: {error}") from error
-    rows: Sequence[Any] = list(itertools.islice(function(**options), limit))
-    for index, row in enumerate(rows):
+    made = function(**options)
+    if not isinstance(made, Iterable):
+        raise DataError(f"{key}: {generator} gave {type(made).__name__}; expected rows, one after the other")
+    rows: list[Mapping[str, Any]] = []
+    for index, row in enumerate(itertools.islice(made, limit)):
         if not isinstance(row, Mapping):
             raise DataError(f"{key}: {generator} row {index}: expected a mapping, found {type(row).__name__}")
+        rows.append(dict(row))  # a generator may go on to fill the same one
     return Rows(len(rows), rows.__getitem__, lambda index: f"{generator} row {index}")
 
 
@@ -178,9 +189,21 @@ def explicit_id(row: Mapping[str, Any], place: str) -> str | None:
     value = row.get("id")
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral | str) or value == "":
         raise DataError(f"{place}: column id: expected text or a whole number, found {value!r}")
+    _refuse_half_characters(str(value), f"{place}: column id")
     return str(value)
+
+
+def _refuse_half_characters(text: str, place: str) -> None:
+    """Half of a surrogate pair, as cut texts have, can't be encoded: neither by a tokenizer nor into a file."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = ascii(text[error.start : error.end])
+        raise DataError(
+            f"{place}: holds half a character ({found} at {error.start}), which can't be encoded"
+        ) from error
 
 
 def content_hash(row: Mapping[str, Any]) -> str:
@@ -204,6 +227,7 @@ def conversation(row: Mapping[str, Any], config: SourceConfig, place: str) -> tu
     text = None
     if isinstance(prompt, str):
         text, messages = prompt, [{"role": "user", "content": prompt}]
+        _refuse_half_characters(prompt, f"{place}: {column}")
     elif isinstance(prompt, Sequence):
         messages = [_message(message, f"{place}: {column}[{i}]") for i, message in enumerate(prompt)]
     else:
@@ -227,6 +251,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     for name in ("role", "content"):
         if not isinstance(present.get(name), str):
             raise DataError(f"{place}: expected text as {name}, found {message.get(name)!r}")
+        _refuse_half_characters(present[name], f"{place}.{name}")
     return present
 
 

@@ -60,7 +60,7 @@ class StalenessPolicy:
     groups_per_batch: int
 
     def __post_init__(self) -> None:
-        if self.max_staleness < 0:
+        if not self.max_staleness >= 0:  # so put, it refuses nan too
             raise ValueError(f"staleness.max must be at least 0, got {self.max_staleness}")
         if self.groups_per_batch < 1:
             raise ValueError(f"sampling.groups_per_batch must be at least 1, got {self.groups_per_batch}")
@@ -178,6 +178,8 @@ def batch_staleness(learner_version: int, trajectories: Iterable[TokenVersions])
         by_newest[newest] = by_newest.get(newest, 0) + 1
     if not by_oldest:
         raise ValueError("the staleness of a batch without trajectories is not defined")
+    if not all(by_version.values()):
+        raise ValueError("a span of no tokens has no staleness")
     _reached(learner_version, max(by_newest))
     histogram = {learner_version - oldest: count for oldest, count in sorted(by_oldest.items(), reverse=True)}
     trajectory_count, tokens = sum(by_oldest.values()), sum(by_version.values())

@@ -8,6 +8,7 @@ an answer.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OWN_ARGUMENTS = ("tokenize", "add_generation_prompt", "return_dict")
+# Of `apply_chat_template`: what messages and template are, and what the template is told.
+OPEN_ARGUMENTS = ("tools", "documents", "chat_template")
 
 
 class ChatTemplate:
@@ -39,15 +41,17 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
-        if reserved := [name for name in self.kwargs if name in OWN_ARGUMENTS]:
+        # Any other argument that is not the template's would cut, pad or wrap the ids, or write something else than a prompt.
+        own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - set(OPEN_ARGUMENTS)
+        if reserved := [name for name in self.kwargs if name in own or name == "messages"]:
             raise ValueError(f"model.chat_template_kwargs: {', '.join(reserved)} can't be set, they are fixed")
-        if not tokenizer.chat_template:
+        if not tokenizer.chat_template and "chat_template" not in self.kwargs:
             raise ValueError(
                 f"the tokenizer of {tokenizer.name_or_path} has no chat template (chat_template.jinja, or in "
                 "tokenizer_config.json); prompts are chats, so one is needed"
             )
-        template = tokenizer.get_chat_template()
-        if unread := [name for name in self.kwargs if name not in template]:
+        template = tokenizer.get_chat_template(self.kwargs.get("chat_template"))
+        if unread := [name for name in self.kwargs if name != "chat_template" and name not in template]:
             logger.warning(
                 "model.chat_template_kwargs: the chat template never reads %s; it has no effect",
                 ", ".join(unread),
@@ -70,7 +74,8 @@ class ChatTemplate:
         """The ids of `messages` and the opening of the assistant's turn, special tokens exactly as the
         template writes them.
 
-        Raises ValueError when the template refuses the messages (for example a role it does not know).
+        Raises ValueError when the template refuses the messages (for example a role it does not know) or fails on them (for
+        example arguments of a tool call that it wants to be a mapping), or their text can't be encoded.
         """
         from jinja2 import TemplateError
 
@@ -83,7 +88,7 @@ class ChatTemplate:
                 return_dict=False,
                 **self.kwargs,
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, LookupError, AttributeError, UnicodeError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ValueError(f"the chat template refuses messages with roles {roles}: {error}") from error
         return list(ids)

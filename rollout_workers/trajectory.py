@@ -73,12 +73,14 @@ class Trajectory:
     """One answer, token by token.
 
     `token_ids` int32 [T], `response_mask` bool [T], `behaviour_logprobs` float32 [T] (0 where the mask is
-    False; temperature applied). `version_spans` cover exactly the masked tokens, in order, without overlap.
+    False; temperature applied); what is given otherwise, as lists say, is made into these. `version_spans` cover
+    exactly the masked tokens, in order, without overlap.
     `messages` is the conversation, the answer included. `finish_reason` is `stop`, `length`, or `parked` for
     one that was interrupted, to be continued. `turns` counts assistant turns. `routed_experts` is kept for
     mixture-of-experts replay.
 
-    Raises ValueError, naming the trajectory, when lengths or spans do not fit each other.
+    Raises ValueError, naming the trajectory, when lengths or spans do not fit each other, or an id is no whole number or a
+    mask entry neither 0 nor 1.
     """
 
     group_id: str
@@ -98,6 +100,12 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         name = f"trajectory {self.group_id}/{self.index} (prompt {self.prompt_id})"
+        for field_name, dtype in (
+            ("token_ids", np.int32),
+            ("response_mask", np.bool_),
+            ("behaviour_logprobs", np.float32),
+        ):
+            object.__setattr__(self, field_name, _tokens(getattr(self, field_name), dtype, f"{name}: {field_name}"))
         lengths = {len(self.token_ids), len(self.response_mask), len(self.behaviour_logprobs)}
         if len(lengths) != 1:
             raise ValueError(
@@ -132,10 +140,11 @@ class Trajectory:
 
     @property
     def completion(self) -> str:
-        """Text of the last assistant message, the empty string if there is none."""
+        """Text of the last assistant message, the empty string if there is none. Of content in parts, those that are text."""
         for message in reversed(self.messages):
             if message["role"] == "assistant":
-                return message.get("content") or ""
+                content = message.get("content") or ""
+                return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
         return ""
 
     @property
@@ -174,22 +183,24 @@ class Trajectory:
         A choice adds its message to the conversation, and its finish reason. Where it carries token ids
         (`token_ids`, as vLLM's server adds them) and logprobs, those become the trajectory's tokens;
         otherwise the trajectory has text only (zero tokens) and can be judged, not trained on.
+
+        Raises ValueError for a message without a role, and for a choice with ids and logprobs that are not equally many.
         """
         conversation = list(messages)
         finish_reason = "stop"
         ids: Sequence[int] = ()
         logprobs: Sequence[float] = ()
         if choice is not None:
-            message = _get(choice, "message")
-            conversation.append(
-                message if isinstance(message, Mapping) else {"role": "assistant", "content": _get(message, "content")}
-            )
+            conversation.append(_message(_get(choice, "message")))
             finish_reason = _get(choice, "finish_reason") or "stop"
             ids = _get(choice, "token_ids") or ()
             content = _get(_get(choice, "logprobs"), "content") or ()
             logprobs = [_get(entry, "logprob") for entry in content]
             if ids and len(ids) != len(logprobs):
                 raise ValueError(f"choice {index} has {len(ids)} token ids and {len(logprobs)} logprobs")
+        for place, message in enumerate(conversation):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(f"trajectory {group_id}/{index}: message {place} has no role: {message!r:.80}")
         return cls(
             group_id=group_id,
             index=index,
@@ -206,6 +217,27 @@ class Trajectory:
             if choice is not None
             else dict(metadata or {}),
         )
+
+
+def _tokens(values: Any, dtype: type[np.generic], what: str) -> np.ndarray:
+    """Values of a text's tokens as an array [T]. ValueError where that would change what they say."""
+    given = np.asarray(values)
+    array = given.astype(dtype, copy=False)
+    same = given.dtype == dtype or dtype is np.float32 or np.array_equal(given, array)
+    if given.ndim != 1 or not same:
+        raise ValueError(f"{what}: expected {dtype.__name__} [T], found {given.dtype} {list(given.shape)}")
+    return array
+
+
+def _message(message: Any) -> Message:
+    """An OpenAI message, object or dict, as a dict with all that it says: reasoning and tool calls as well."""
+    if isinstance(message, Mapping):
+        return message
+    if hasattr(message, "model_dump"):
+        return {"role": "assistant", "content": None, **message.model_dump(exclude_none=True)}
+    names = ("content", "reasoning_content", "tool_calls")
+    said = {name: value for name in names if (value := getattr(message, name, None)) is not None}
+    return {"role": "assistant", "content": None, **said}
 
 
 def _get(source: Any, name: str) -> Any:

@@ -184,6 +184,8 @@ class RolloutWorker:
                 )
         except TimeoutError as error:
             raise TimeoutError(f"no answer within {request.timeout_s:g} s") from error
+        if answer.finish_reason != PARKED and written + len(answer.token_ids) == 0:
+            raise ValueError("the engine finished an answer without a token, not even one that ends it")
         return self._continued(request, partial, answer)
 
     def _continued(self, request: RolloutRequest, partial: Trajectory, answer: Answer) -> Trajectory:

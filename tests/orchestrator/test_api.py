@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.api import configured, evaluate, train
 from orchestrator.compose import literal
-from orchestrator.config import ConfigError
+from orchestrator.config import ConfigError, SourceConfig
 from orchestrator.sources import DataError
 
 
@@ -39,6 +39,13 @@ class TestConfigured:
         mine = config.data.train["mine"]
         assert (mine.path, mine.reward, mine.options) == ("a b.jsonl", ["letters"], {"sizes": [1, 2]})
 
+    def test_what_is_no_overrides_is_refused(self) -> None:
+        for overrides in ("run.batches=3", None, 3):
+            with pytest.raises(ConfigError, match=r"^overrides=.*: expected a list of texts, key=value, or a mapping"):
+                configured(None, None, overrides)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="an override is a text, key=value"):
+            configured(None, None, [("run.batches", 3)])  # type: ignore[list-item]
+
     def test_own_data_replaces_the_default_task_and_its_held_out_set(self) -> None:
         config = configured("some/model", "rows.jsonl", ())
         assert config.model.path == "some/model"
@@ -48,6 +55,24 @@ class TestConfigured:
         config = configured(None, {"a": Path("a.jsonl"), "b": "b.jsonl"}, ["data.eval.held_out.path=held_out.jsonl"])
         assert [source.path for source in config.data.train.values()] == ["a.jsonl", "b.jsonl"]
         assert "held_out" in config.data.eval
+        for held_out in (
+            "+data.eval.held_out.path=held_out.jsonl",
+            "++data={eval: {held_out: {path: held_out.jsonl}}}",
+        ):
+            assert "held_out" in configured(None, "rows.jsonl", [held_out]).data.eval
+        for checker in ("+eval.checker.path=module.check", "eval={checker: {path: module.check}}"):
+            found = configured(None, "rows.jsonl", [checker]).eval.checker
+            assert found is not None
+            assert found.path == "module.check"
+
+    @pytest.mark.parametrize("data", [["a.jsonl", "b.jsonl"], [{"prompt": "a"}], {"prompt": ["a"]}, 5])
+    def test_rows_in_memory_are_no_path(self, data: Any) -> None:
+        with pytest.raises(ConfigError, match=r"^data: expected the path of a file or folder.*; found (list|int) for"):
+            configured(None, data, ())
+
+    def test_sources_as_a_profile_returns_them_are_data(self) -> None:
+        source = SourceConfig(path="kept.jsonl", weight=2.0)
+        assert configured(None, {"kept": source}, ()).data.train == {"kept": source}
 
     @given(
         st.recursive(
@@ -58,7 +83,7 @@ class TestConfigured:
             | st.text(max_size=12).filter(lambda text: "$" not in text),  # $ begins an interpolation
             lambda inner: (
                 st.lists(inner, max_size=3)
-                | st.dictionaries(st.from_regex(r"[a-z_]{1,6}", fullmatch=True), inner, max_size=3)
+                | st.dictionaries(st.from_regex(r"[a-z_][a-z_ :,=/\\]{0,5}", fullmatch=True), inner, max_size=3)
             ),
             max_leaves=5,
         )

@@ -220,6 +220,17 @@ def test_a_checkpoint_that_cannot_be_read_now_is_neither_skipped_nor_removed(
     assert_whole(tmp_path, (1,))
 
 
+def test_a_file_with_the_name_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    with store.saving(3):
+        store.commit(3, {})
+    (tmp_path / "v000009").write_text("notes")
+    assert store.versions() == [3]
+    with store.saving(4):
+        store.commit(4, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000004", "v000009"]
+
+
 def test_kill_9_at_every_step_of_a_save_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     """A child dies by SIGKILL at its n-th open, rename, remove or mkdir, for n = 1, 2, … to the last."""
     found: set[int] = set()

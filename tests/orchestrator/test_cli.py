@@ -60,6 +60,8 @@ def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Shell:
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     assert "usage: headway" in capsys.readouterr().out
+    assert cli.main(["train", "--help"]) == 0
+    assert "usage: headway" in capsys.readouterr().out
     assert cli.main([]) == 2
     assert cli.main(["trian"]) == 2
     assert "unknown command 'trian'" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.algorithm import token_weights
 from orchestrator.compose import CONF_DIR, changed, load
 from orchestrator.config import Config, ConfigError
 
@@ -85,6 +86,25 @@ class TestKeys:
         assert config.data.eval == {}
         assert list(config.data.train) == ["mine", "more"]
 
+    def test_f26_a_node_given_at_once_is_each_of_its_keys(self) -> None:
+        config = load(["data={train: {mine: {path: 'a=b.jsonl', limit: 2}}, seed: 3}", "staleness={max: 2}"])
+        assert (config.data.train["mine"].path, config.data.train["mine"].limit) == ("a=b.jsonl", 2)
+        assert (config.data.seed, config.staleness.max, config.staleness.on_late) == (3, 2, "wait")
+        assert (
+            refused("run={nme: a}")
+            == "run.nme: there is no such key; did you mean run.name? (docs/config.md lists every key)"
+        )
+        assert "data.train.mine.pth: there is no such key" in refused(
+            "data={train: {mine: {pth: a}}}", "data.train.mine.pth=a"
+        )
+
+    def test_f26_what_is_no_override_is_refused_by_name(self) -> None:
+        assert refused("=1") == ": there is no such key (docs/config.md lists every key)"
+        assert refused("algorithm=null").startswith("algorithm=null: a config group is chosen by name")
+        assert refused("sampling.pass_rate_band.0=0.3").startswith(
+            "sampling.pass_rate_band.0=0.3: there is no list yet"
+        )
+
     def test_a_checker_where_the_data_brings_none(self) -> None:
         config = load(["data=files", "reward=custom", "eval.checker.path=module.check"])
         assert config.eval.checker is not None
@@ -154,6 +174,27 @@ class TestValues:
     def test_f28_none_is_not_a_name(self, key: str, word: str) -> None:
         assert refused(f"{key}={word}") == f"{key}={word}: write {key}=null for no value"
 
+    @pytest.mark.parametrize(
+        "key",
+        [
+            "data.train.mine.path",
+            "data.train.arithmetic.system_prompt",
+            "data.train.arithmetic.options.split",
+            "reward.functions.correct.path",
+            "model.chat_template_kwargs.tools",
+            "rollout.engine_options.quantization",
+        ],
+    )
+    def test_f28_none_is_nothing_in_mappings_either(self, key: str) -> None:
+        assert refused(f"{key}=None") == f"{key}=None: write {key}=null for no value"
+
+    def test_f28_in_lists_and_where_it_is_no_text(self) -> None:
+        assert "data.train.arithmetic.reward.0=None" in refused("data.train.arithmetic.reward=[None]")
+        for key in ("data.epochs", "eval.checker", "data.train.arithmetic.limit"):
+            assert f"write {key}=null for no value" in refused(f"{key}=None")
+        # Of options a user may mean it.
+        assert load(["rollout.engine_options.load_format=none"]).rollout.engine_options == {"load_format": "none"}
+
     def test_f28_null_is_nothing(self) -> None:
         assert load(["run.name=null", "rollout.kv_cache_mib=null"]).run.name is None
         assert "model.path" in refused("model.path=null")
@@ -167,6 +208,9 @@ class TestValues:
         assert load([f'model.path="{path}"']).model.path == path
         assert load(["model.path=out/epoch\\=9"]).model.path == "out/epoch=9"
         assert load([f'data.train.mine.path="{path}"']).data.train["mine"].path == path
+        for override in ("run.dir=~/runs", "data.train.mine.path=/rows/{a}.jsonl"):
+            assert f"{override}: a value with such signs needs quotes" in refused(override)
+        assert load(['run.dir="~/runs"']).run.dir == str(Path.home() / "runs")
         # Our own checkpoints lie below run.name.
         assert "run.name" in refused('run.name="a=b"')
 
@@ -201,6 +245,13 @@ class TestValues:
             ("sampling.min_scored_fraction=1.5", "expected at most 1"),
             ("reward.max_error_ratio=2", "expected at most 1"),
             ("rollout.temperature=0", "must be above 0"),
+            ("rollout.temperature=0.009", "expected 0.01 to 2"),  # vLLM would take 0.01
+            ("rollout.temperature=2.1", "expected 0.01 to 2"),  # vLLM would refuse every request
+            ("eval.temperature=0.009", "expected 0.01 to 2"),
+            ("eval.temperature=2.1", "expected 0.01 to 2"),
+            ("rollout.engine_options.seed=0", "it comes from run.seed"),  # f12: all engines would draw alike
+            ("rollout.engine_options.max_model_len=99", "it comes from rollout.max_prompt_tokens"),
+            ("rollout.engine_options.logprobs_mode=raw_logprobs", "it is fixed"),
             ("rollout.top_p=0.9", "full distribution"),
             ("rollout.top_k=50", "full distribution"),
             ("rollout.min_p=0.1", "full distribution"),
@@ -277,6 +328,10 @@ class TestPresets:
         config = load([f"algorithm={algorithm}"])
         if algorithm == "dr_grpo":
             assert config.algorithm.aggregation_options == {"max_tokens": config.rollout.max_response_tokens}
+        if algorithm == "clip_cov":  # whose authors clip the ratio at 0 and 2 only
+            assert config.algorithm.loss_options == {"clip_low": 1.0, "clip_high": 1.0}
+        if config.algorithm.loss == "reinforce":  # the logprob of the answer: no token less for standing in a long one
+            assert len(set(token_weights(config.algorithm, [1, 10, 100], [0, 0, 1]))) == 1
 
     def test_the_other_groups_compose(self) -> None:
         for group in ("data", "learner", "model", "placement", "reward", "rollout"):

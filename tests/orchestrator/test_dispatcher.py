@@ -14,6 +14,7 @@ from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError, RayTa
 
 from learner.rank_group import LearnerError
 from learner.reference_group import ReferenceGroup
+from orchestrator.config import ConfigError
 from orchestrator.fleet import PartialsLost, RolloutFleet
 from orchestrator.journal import read_outcomes, read_trajectories
 from rollout_workers.trajectory import Trajectory
@@ -179,6 +180,23 @@ def test_a_users_filter_decides_in_the_live_run_too(tmp_path: Path) -> None:
         row["prompt_id"] for row in read_trajectories(tmp_path).to_pylist() if chosen(row["prompt_id"])
     }
     assert sum(run.values("group/not_kept")) == run.run.queue.counts.filtered > 0
+
+
+def without_an_answer(members) -> None:  # type: ignore[no-untyped-def]
+    """A user's filter that forgot to return: nothing would ever be trained on."""
+
+
+def without_members() -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("without_an_answer", "returned None"), ("without_members", "raised TypeError: .* positional argument")],
+)
+def test_a_users_filter_that_fails_is_named(tmp_path: Path, name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^sampling\.keep=.*:{name}: {problem}"):
+        FakeRun(tmp_path, fake_config(f"sampling.keep={__file__}:{name}")).execute()
 
 
 def test_the_adaptive_bound_follows_the_mismatch_and_survives_a_resume(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,10 +56,18 @@ class TestSummary:
         assert result.metrics["eval/s/unscored_ratio"] == pytest.approx(3 / 4)
         assert result.interval == wilson_interval(1.0, 1)
 
-    def test_no_verdict_at_all(self) -> None:
-        result = summarise("s", 0, [answered([None])])
+    def test_f24_no_verdict_at_all_is_no_pass_rate_of_zero(self) -> None:
+        result = summarise("s", 0, [answered([None, None])])
         assert result.metrics["eval/s/unscored_ratio"] == 1.0
+        assert math.isnan(result.pass_at_1)
         assert result.interval == (0.0, 1.0)
+        assert not [name for name in metrics_of([result]) if "pass_at" in name or "maj_at" in name]
+
+    def test_f24_an_answer_without_a_verdict_has_no_vote(self) -> None:
+        """It says 7, as the one that is right does, and must not make that one wrong, nor outvote it with something else."""
+        for votes in (["7", "7", "1"], ["7", "1", "1"]):
+            result = summarise("s", 0, [answered([True, None, None], votes)])
+            assert result.metrics["eval/s/maj_at_k"] == 1.0
 
     def test_every_metric_is_in_the_catalogue(self) -> None:
         for name in metrics_of([summarise("s", 0, [answered([True, False])])]):

@@ -561,6 +561,17 @@ class TestBroadcast:
 
         run(scenario())
 
+    @pytest.mark.parametrize("method", ["sleep", "wake"])
+    def test_f22_one_that_is_lost_while_devices_change_hands_is_replaced(self, method: str) -> None:
+        async def scenario() -> None:
+            fleet = rollout_fleet(lambda index: FakeEngine(), count=2)
+            await fleet.start(0)
+            handles(fleet)[1].kill()
+            await getattr(fleet, method)()
+            await until(lambda: fleet.metrics()["rollout/rollout-1/restarts"] == 1)
+
+        run(scenario())
+
     def test_a_start_that_takes_too_long_is_named(self) -> None:
         class Slow(FakeEngine):
             async def start(self, version: int) -> int:

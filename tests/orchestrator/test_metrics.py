@@ -108,6 +108,10 @@ def test_a_placeholder_is_one_part_of_the_path_and_at_the_end_the_rest() -> None
         find("reward/a/b/mean")
 
 
+def test_a_users_metric_may_have_any_name() -> None:
+    assert find("reward_metric/two\nlines/of it").name == "reward_metric/<metric>"
+
+
 def test_an_unknown_name_is_refused_with_near_names() -> None:
     with pytest.raises(UnknownMetricError, match=r"'reward/maen'.*reward/mean"):
         find("reward/maen")

@@ -270,6 +270,15 @@ def test_evaluation_alone_reads_no_training_data(tmp_path: Path) -> None:
     assert len(prepared.evaluation[0]) == 8
 
 
+def test_a_chat_template_argument_that_can_not_be_is_a_matter_of_configuration(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    config.model.chat_template_kwargs = {"truncation": True}
+    with pytest.raises(
+        ConfigError, match=r"model\.path=builtin:tiny: model\.chat_template_kwargs: truncation can't be set"
+    ):
+        prepare(config, brief)
+
+
 def test_sources_of_python_callers() -> None:
     assert {name: source.path for name, source in source_of("rows.jsonl").items()} == {"main": "rows.jsonl"}
     assert {n: s.path for n, s in source_of({"a": Path("x"), "b": "y"}).items()} == {"a": "x", "b": "y"}

@@ -2,11 +2,13 @@
 
 import copy
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -111,6 +113,9 @@ def test_a_row_names_its_reward_set_before_its_source_does(tmp_path: Path) -> No
             {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "7"}]},
             r"ends with an assistant message",
         ),
+        ({"prompt": "a\ud83d"}, r"prompt: holds half a character \('\\ud83d' at 1\)"),
+        ({"prompt": [{"role": "user", "content": "\ud83d"}]}, r"prompt\[0\]\.content: holds half a character"),
+        ({"prompt": "a", "id": "\ud83d"}, r"column id: holds half a character"),
         ({"prompt": "a", "id": 1.5}, r"column id: expected text or a whole number, found 1\.5"),
         ({"prompt": "a", "reward": 1}, r"column reward: expected names of reward functions, found 1"),
         ({"prompt": "a", "id": "first"}, r"has the id 'first' of .*mine\.jsonl:1; ids must differ"),
@@ -128,10 +133,24 @@ def test_a_bad_parquet_row_is_named_by_its_number(tmp_path: Path) -> None:
         load_source("mine", SourceConfig(path=path), "train")
 
 
-@pytest.mark.parametrize(("name", "weight"), [("a:b", 1.0), ("a", 0.0)])
+@pytest.mark.parametrize(("name", "weight"), [("a:b", 1.0), ("a", 0.0), ("a", math.nan), ("a", math.inf)])
 def test_names_and_weights_that_would_not_work_are_refused(name: str, weight: float) -> None:
     with pytest.raises(DataError, match=f"data.train.{name}"):
         load_sources({name: SourceConfig(generator="orchestrator.tasks.synthetic", weight=weight)}, "train")
+
+
+def test_a_source_that_nothing_would_judge_is_refused() -> None:
+    with pytest.raises(DataError, match=r"^data\.train\.a\.reward=\[\]: nothing would judge its rows"):
+        load_sources({"a": SourceConfig(generator="orchestrator.tasks.synthetic", reward=[])}, "train")
+
+
+def numpy_ids() -> Iterator[dict[str, Any]]:
+    for number in np.arange(3):
+        yield {"prompt": "a", "id": number}
+
+
+def test_ids_of_a_generator_may_be_numpys() -> None:
+    assert load_source("a", SourceConfig(generator=f"{__name__}.numpy_ids"), "train").ids == ("a:0", "a:1", "a:2")
 
 
 # Ids

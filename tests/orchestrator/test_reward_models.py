@@ -127,7 +127,7 @@ class TestWhatIsRefused:
             ({"path": "./missing"}, "there is no folder ./missing"),
             ({"engine": "sglang"}, "engine=sglang: expected transformers or vllm"),
             ({"normalise": "standard"}, "normalise=standard needs mean and std"),
-            ({"normalise": "'none'"}, "normalise=none: expected null, sigmoid or standard"),
+            ({"normalise": "softmax"}, "normalise=softmax: expected null, sigmoid or standard"),
             ({"max_tokens": 4096}, "max_tokens=4096, and .* has a context of 512"),
             ({"weight": 0}, "have weight 0"),
         ],

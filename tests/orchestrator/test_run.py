@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,39 @@ class TestStarved:
         run = FakeRun(tmp_path, config, rule=lambda trajectory: 1.0).execute()
         assert run.learner.batches == []
         assert run.run.queue.counts.filtered == 6
+        assert [fate for _, _, fate in outcomes(tmp_path)] == ["filtered"] * 6
+
+    @pytest.mark.parametrize("action", ["shrink", "stop", "error"])
+    @pytest.mark.parametrize("every", [0, 1, 99])
+    def test_what_became_of_the_last_prompts_is_written_down(self, tmp_path: Path, action: str, every: int) -> None:
+        """Nine prompts, about half of them filtered: some are so after the last batch."""
+        overrides = (
+            "data.epochs=1",
+            "run.batches=9",
+            f"sampling.on_starved={action}",
+            f"checkpoint.every_batches={every}",
+        )
+        run = FakeRun(tmp_path, fake_config(*overrides), prompts=9, rule=hash_reward)
+        with pytest.raises(Starved) if action == "error" else nullcontext():
+            run.execute()
+        fates = Counter(fate for _, _, fate in outcomes(tmp_path))
+        counts = run.run.queue.counts
+        assert (fates["trained"], fates["filtered"]) == (counts.trained, counts.filtered)
+
+    def test_a_resumed_run_that_only_filters_decides_each_time_anew(self, tmp_path: Path) -> None:
+        """What it decided is in no checkpoint: the next resume asks those prompts again, and its outcomes replace these."""
+
+        def start(batches: int, resume: bool) -> None:
+            config = fake_config("data.epochs=1", f"run.batches={batches}", "checkpoint.every_batches=2")
+            rule = index_reward if batches == 2 else lambda trajectory: 1.0
+            FakeRun(tmp_path, config, prompts=8, rule=rule, resume=resume).execute()
+
+        start(2, resume=False)
+        for _ in range(2):
+            start(9, resume=True)
+            found = outcomes(tmp_path)
+            assert Counter(fate for _, _, fate in found) == {"trained": 4, "filtered": 4}
+            assert len({prompt for prompt, _, _ in found}) == 8
 
 
 @pytest.mark.parametrize(("bound", "dies_at"), [(0, 3), (0, 4), (2, 3), (2, 5)])

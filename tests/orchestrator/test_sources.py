@@ -25,6 +25,17 @@ def not_rows() -> Iterator[Any]:
     yield "Say 1."
 
 
+def no_rows_at_all() -> None:
+    pass
+
+
+def one_row_filled_again() -> Iterator[dict[str, Any]]:
+    row: dict[str, Any] = {}
+    for number in range(3):
+        row["prompt"] = f"Say {number}."
+        yield row
+
+
 def wants_size(*, size: int) -> Iterator[dict[str, Any]]:
     for number in range(size):
         yield {"prompt": f"Say {number}."}
@@ -123,6 +134,18 @@ def test_generators_get_their_options_and_the_limit() -> None:
     assert len(read_rows(KEY, config)) == 4
 
 
+def test_a_generator_may_fill_the_same_row_again() -> None:
+    rows = read_rows(KEY, SourceConfig(generator=f"{__name__}.one_row_filled_again"))
+    assert [row["prompt"] for row in rows] == ["Say 0.", "Say 1.", "Say 2."]
+
+
+def test_a_split_of_a_file_is_refused(tmp_path: Path) -> None:
+    """It would have no effect: a run would be evaluated on what it was trained on."""
+    path = write_lines(tmp_path / "rows.jsonl", '{"prompt": "a"}')
+    with pytest.raises(DataError, match=r"^data\.train\.mine\.split=test: a file has no splits"):
+        read_rows(KEY, SourceConfig(path=path, split="test"))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -130,6 +153,7 @@ def test_generators_get_their_options_and_the_limit() -> None:
         (SourceConfig(path="a.jsonl", generator="a.b"), r"found both"),
         (SourceConfig(path="missing.jsonl"), r"path=missing\.jsonl: no such file"),
         (SourceConfig(path="./missing"), r"path=\./missing: no such file or folder"),
+        (SourceConfig(path=""), r"path=: no such file or folder"),
         (SourceConfig(path=__file__), r"expected a file that ends with \.jsonl"),
         (SourceConfig(path="a.jsonl", options={"size": 1}), r"options: are arguments of a generator"),
         (SourceConfig(path="a.jsonl", limit=0), r"limit=0: expected at least 1"),
@@ -141,6 +165,7 @@ def test_generators_get_their_options_and_the_limit() -> None:
         (SourceConfig(generator="nothing"), r"generator=nothing: expected the dotted path"),
         (SourceConfig(generator=f"{__name__}.wants_size"), r"options: do not fit .*wants_size.*'size'"),
         (SourceConfig(generator=f"{__name__}.not_rows"), r"not_rows row 1: expected a mapping, found str"),
+        (SourceConfig(generator=f"{__name__}.no_rows_at_all"), r"no_rows_at_all gave NoneType; expected rows"),
     ],
 )
 def test_a_wrong_source_is_refused_with_its_key(config: SourceConfig, message: str) -> None:

@@ -39,6 +39,12 @@ def test_a_version_the_learner_has_not_reached_is_an_error() -> None:
         batch_staleness(5, [[(6, 10)]])
 
 
+def test_a_span_of_no_tokens_has_no_staleness() -> None:
+    for spans in ([(3, 0)], [(2, 1), (3, 0)]):
+        with pytest.raises(ValueError, match="no tokens"):
+            batch_staleness(3, [spans])
+
+
 def test_nothing_sampled_has_no_staleness() -> None:
     with pytest.raises(ValueError, match="without sampled tokens"):
         staleness(5, [])

@@ -58,14 +58,44 @@ def test_an_argument_that_the_template_never_reads_is_reported(caplog: pytest.Lo
     assert "enable_thinking;" not in caplog.text
 
 
-def test_arguments_of_our_own_can_not_be_set() -> None:
-    with pytest.raises(ValueError, match="chat_template_kwargs: tokenize can't be set"):
-        ChatTemplate(tokenizer(), {"tokenize": False})
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tokenize": False},
+        {"add_generation_prompt": False},
+        {"return_dict": True},
+        {"truncation": True, "max_length": 2},  # it would cut prompts, and nothing would tell
+        {"padding": "max_length"},
+        {"return_tensors": "pt"},
+        {"continue_final_message": True},
+        {"tokenizer_kwargs": {"truncation": True}},
+        {"conversation": []},
+        {"messages": []},
+    ],
+)
+def test_arguments_of_our_own_can_not_be_set(arguments: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"chat_template_kwargs: {', '.join(arguments)} can't be set"):
+        ChatTemplate(tokenizer(), arguments)
+
+
+def test_another_template_may_be_given(caplog: pytest.LogCaptureFixture) -> None:
+    plain = tokenizer()
+    plain.chat_template = None
+    with caplog.at_level(logging.WARNING):
+        template = ChatTemplate(plain, {"chat_template": "hello {{ more }}", "more": "there"})
+    assert words_of(template.prompt_ids(HELLO)) == ["hello", "there"]
+    assert caplog.text == ""
 
 
 def test_a_refused_role_is_named() -> None:
     with pytest.raises(ValueError, match="refuses messages with roles robot: no robots"):
         ChatTemplate(tokenizer()).prompt_ids([{"role": "robot", "content": "hello"}])
+
+
+@pytest.mark.parametrize("content", [None, 7, {}, "half a character: \ud83d"])
+def test_what_the_template_fails_on_is_named(content: object) -> None:
+    with pytest.raises(ValueError, match="refuses messages with roles user"):
+        ChatTemplate(tokenizer()).prompt_ids([{"role": "user", "content": content}])
 
 
 def test_a_tokenizer_without_template_is_refused() -> None:

@@ -215,6 +215,16 @@ def test_an_answer_that_ran_out_of_room_is_truncated(worker_of: Worker) -> None:
     assert all(t.truncated for t in trajectories)
 
 
+def test_an_answer_without_any_token_is_a_member_that_failed(worker_of: Worker) -> None:
+    """Not one of length 0, which could be judged and be neither trained on nor asked for again."""
+    nothing = replace(answer(()), version_spans=())
+    worker, _ = worker_of(lambda call: nothing if call == 1 else answer())
+    report, trajectories = asyncio.run(worker.generate(REQUEST))
+    assert [m.error is None for m in report.members] == [True, False, True]
+    assert "finished an answer without a token" in str(report.members[1].error)
+    assert [t.index for t in trajectories] == [0, 2]
+
+
 def test_e09_a_logprob_too_many_fails_that_member_by_name(worker_of: Worker) -> None:
     case = CASES["e09"]["input"]
 

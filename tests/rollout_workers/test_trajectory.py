@@ -102,6 +102,33 @@ def test_e21_a_mask_of_another_length_is_an_error_that_names_the_answer() -> Non
         make([True] * case["ids_len"], response_mask=np.ones(case["mask_len"], dtype=bool))
 
 
+def test_e22_masks_of_ones_and_zeros_mean_what_masks_of_truths_mean() -> None:
+    """As an index, an array of numbers would pick the tokens 0 and 1."""
+    trajectory = make([True] * 4, token_ids=[5, 6, 7, 8], response_mask=[0, 1, 0, 1], behaviour_logprobs=[0, -1, 0, -2])
+    assert trajectory.token_ids[trajectory.response_mask].tolist() == [6, 8]
+    assert (trajectory.response_length, trajectory.prompt_length) == (2, 1)
+    found = (trajectory.token_ids.dtype, trajectory.response_mask.dtype, trajectory.behaviour_logprobs.dtype)
+    assert found == (np.int32, np.bool_, np.float32)
+    ids = np.arange(4, dtype=np.int32)
+    assert make([True] * 4, token_ids=ids).token_ids is ids
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"response_mask": [0, 1, 2]},
+        {"response_mask": [0, 0.5, 1]},
+        {"token_ids": [1, 2, 2.5]},
+        {"token_ids": np.zeros((3, 1), dtype=np.int32)},
+        {"token_ids": np.array([1, 2, 2**32])},
+    ],
+)
+def test_what_is_no_token_or_no_mask_is_refused(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=rf"trajectory g7/2 \(prompt p1\): {name}: expected"):
+        make([True] * 3, **wrong)
+
+
 def test_e16_truncated_is_what_the_engine_says_not_what_the_last_token_is() -> None:
     case = CASES["e16"]
     stopped = make([True, True], finish_reason=case["input"]["finish_reason"])
@@ -124,6 +151,8 @@ def test_completion_is_the_last_thing_the_policy_said() -> None:
     assert trajectory.turns == 2
     assert Trajectory.from_messages(messages[:1]).completion == ""
     assert Trajectory.from_messages([{"role": "assistant", "content": None}]).completion == ""
+    parts = [{"type": "text", "text": "4"}, {"type": "image_url", "image_url": {}}, {"type": "text", "text": "2"}]
+    assert Trajectory.from_messages([{"role": "assistant", "content": parts}]).completion == "42"
 
 
 def test_a_prompt_may_hold_turns_of_the_assistant() -> None:
@@ -160,6 +189,25 @@ def test_a_choice_with_ids_and_logprobs_brings_its_tokens(as_object: bool) -> No
     assert trajectory.behaviour_logprobs.tolist() == [-0.5, -0.25]
     assert trajectory.response_mask.all()
     assert trajectory.completion == "4"
+
+
+def test_e19_a_choice_keeps_all_that_its_message_says() -> None:
+    """Reasoning and tool calls too, whatever kind of object it is; what it does not say is absent."""
+    said: dict[str, Any] = {"content": "c", "reasoning_content": "r", "tool_calls": [{"id": "1"}]}
+    plain = SimpleNamespace(role="assistant", **said, refusal=None)
+    dumping = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", **said})
+    for message in ({"role": "assistant", **said}, plain, dumping):
+        assert Trajectory.from_messages([], SimpleNamespace(message=message)).messages == (
+            {"role": "assistant", **said},
+        )
+    silent = Trajectory.from_messages([], {"message": SimpleNamespace(content=None, tool_calls=[{"id": "1"}])})
+    assert silent.messages == ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},)
+
+
+@pytest.mark.parametrize("messages", [[{"content": "a"}], "hello", [SimpleNamespace(content="a")]])
+def test_a_message_without_a_role_is_named(messages: Any) -> None:
+    with pytest.raises(ValueError, match="trajectory g/3: message 0 has no role"):
+        Trajectory.from_messages(messages, group_id="g", index=3)
 
 
 def test_a_choice_whose_ids_and_logprobs_differ_is_refused() -> None:
