@@ -241,11 +241,11 @@ def _check_keys(config: Config) -> None:
     band = config.profile.band
     if len(band) != 2 or not 0 <= band[0] <= band[1] <= 1:
         raise ConfigError(f"profile.band={list(band)}: expected [low, high] with 0 <= low <= high <= 1")
-    if config.run.watchdog_s <= config.rollout.answer_timeout_s:
-        raise ConfigError(
-            f"run.watchdog_s={config.run.watchdog_s} must be longer than rollout.answer_timeout_s="
-            f"{config.rollout.answer_timeout_s}: a slow answer is no lack of progress"
-        )
+    for key in ("rollout.answer_timeout_s", "reward.timeout_s"):
+        if config.run.watchdog_s <= (slowest := _get(config, key)):
+            raise ConfigError(
+                f"run.watchdog_s={config.run.watchdog_s} must be longer than {key}={slowest}: a slow answer is no lack of progress"
+            )
     if (
         config.placement.mode == "shared"
         and config.placement.device == "gpu"

@@ -432,6 +432,7 @@ def fake_config(*overrides: str) -> Config:
             "data.eval={}",
             "run.batches=4",
             "run.watchdog_s=5",
+            "reward.timeout_s=0.1",
             "rollout.answer_timeout_s=0.1",  # the actors of these tests keep no deadline; the fleet adds its own slack
             "sampling.groups_per_batch=2",
             "sampling.answers_per_group=2",

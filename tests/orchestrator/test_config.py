@@ -240,6 +240,7 @@ class TestValues:
             ("sampling.window_batches=nan", "expected at least 0"),
             ("eval.temperature=-0.1", "expected at least 0"),
             ("run.watchdog_s=0", "expected more than 0"),
+            ("reward.timeout_s=900", "run.watchdog_s=900.0 must be longer than reward.timeout_s=900.0"),
             ("reward.timeout_s=-1", "expected more than 0"),
             ("sampling.min_scored_fraction=0", "expected more than 0"),
             ("sampling.min_scored_fraction=1.5", "expected at most 1"),

@@ -569,6 +569,7 @@ class Shell:
             "logging.console=plain",
             "sampling.answers_per_group=2",
             "rollout.answer_timeout_s=0.1",
+            "reward.timeout_s=0.1",
             "run.watchdog_s=5",
             *overrides,
         ]
