@@ -49,7 +49,7 @@ def extract_code(completion: str, language: str = "python") -> str | None:
         elif not words[0]:
             untagged = code
     if not fenced:
-        return _at_margin(answer.removeprefix("\ufeff"), language) if answer.strip() else None
+        return _at_margin(answer, language) if answer.strip() else None
     return tagged if tagged is not None else untagged
 
 
@@ -62,8 +62,10 @@ def _until_fence(body: list[str], fence: str) -> list[str]:
 
 
 def _at_margin(code: str, language: str) -> str:
-    """Without empty lines at both ends. Python that begins indented is an error as it stands, so nothing is lost."""
-    code = code.strip("\n")
+    """Without a byte order mark and empty lines at both ends. Python that begins indented is an error as it stands, so that
+    nothing is lost.
+    """
+    code = code.removeprefix("\ufeff").strip("\n")
     return textwrap.dedent(code) if language == "python" and code[:1] in (" ", "\t") else code
 
 

@@ -40,7 +40,8 @@ class Verdict:
 def find_json(reply: str) -> list[Any]:
     """The JSON objects and arrays in a reply, in order; those inside one another count once.
 
-    Thinking blocks at the beginning are left out, with drafts and stray quotes in them; one that never ends leaves nothing.
+    Thinking blocks are left out, with drafts and stray quotes in them, also where the prompt began the first one; one that
+    never ends leaves nothing. Their marks inside a value's text are that text.
     NaN and repeated keys make a value unreadable. At most the last MAX_CHARACTERS characters are looked at.
     """
     text = reply.strip()
@@ -48,7 +49,7 @@ def find_json(reply: str) -> list[Any]:
         text = text.partition("</think>")[2].lstrip()
     text = text[-MAX_CHARACTERS:]
     decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
-    found: list[Any] = []
+    found: list[tuple[int, int, Any]] = []
     end = 0
     for place in [match.start() for match in re.finditer(r"[{\[]", text)][-MAX_PLACES:]:
         if place < end:
@@ -57,8 +58,11 @@ def find_json(reply: str) -> list[Any]:
             value, end = decoder.raw_decode(text, place)
         except (ValueError, RecursionError):
             continue
-        found.append(value)
-    return found
+        found.append((place, end, value))
+    marks = reversed(list(re.finditer("</?think>", text)))
+    last = next((m for m in marks if not any(start < m.start() < stop for start, stop, _ in found)), None)
+    after = 0 if last is None else last.end() if last[0] == "</think>" else len(text)
+    return [value for start, _, value in found if start >= after]
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

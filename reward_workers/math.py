@@ -27,7 +27,8 @@ from typing import Any
 
 from reward_workers.function import gold_written_by
 from reward_workers.math_answers import Answer, choice_in, find_answer
-from reward_workers.math_matching import Matcher, Policy, is_reduced, vote
+from reward_workers.math_forms import is_reduced, vote
+from reward_workers.math_matching import Matcher, Policy
 from reward_workers.math_notation import MAX_CHARACTERS, TooComplexError, normalise
 from reward_workers.math_reading import read
 from reward_workers.math_symbolic import SymbolicError, verifier
@@ -45,10 +46,13 @@ _LEADING = re.compile(
 )
 _SEVERAL = re.compile(r"\s*\(?[A-Za-z]\)?(?:\s*(?:,|;|&|/|\band\b|\bor\b|,\s*(?:and|or)\b|\s)\s*\(?[A-Za-z]\)?)+\s*\.?")
 _PREFIX = re.compile(
-    r"\s*(?:\\text\s*\{\s*)?(?:(?:the )?(?:final |correct )?(?:answer(?: is)?|ans|solution|result|output)\s*[:=]"
-    r"|(?:the )?(?:final )?answer is|(?-i:A):(?=\s))\s*(?:\}\s*)?",
+    r"\s*(\\text\s*\{\s*)?(?:(?:the )?(?:final |correct )?(?:answer(?: is)?|ans|solution|result|output)\s*[:=]"
+    r"|(?:the )?(?:final )?answer is|(?-i:A):(?=\s)|答案\s*[是为]?\s*[:：]?|#{2,6}(?=\s))\s*(\}\s*)?",
     re.IGNORECASE,
 )
+
+
+_TEN_TO = re.compile(r"(?<=\d)e(?=-\d)")
 
 
 def write_boxed(answer: str | int | float, opened_thinking: bool | None = None) -> str:
@@ -83,9 +87,10 @@ def grade_math(
 ) -> RewardResult:
     r"""1 if the completion's final answer is the right one, else 0.
 
-    `answer` is the right answer as text or a number; of a worked solution its box, or what follows `####`. Notation is of no
-    account: `m + n = 7` and `seven` state 7, `6:8` is `3:4`, `[1, 2] \cup [2, 3]` is `1 \leq x \leq 3`. An option that is None
-    has its default:
+    `answer` is the right answer as text or a number; of a worked solution its box, its answer tag or what follows
+    `####`. Notation is of no account: `m + n = 7` and `seven` state 7, `3 million` 3,000,000, `6:8` is `3:4`,
+    `[1, 2] \cup [2, 3]` is `1 \leq x \leq 3`, and `\frac{\pi}{2} + n\pi` is `k\pi - \frac{\pi}{2}, k \in \mathbb{Z}`.
+    An option that is None has its default:
 
     - prompt: the question; what merely restates it is no answer.
     - choices: the options' texts of a multiple-choice question, A first, whose answer is a letter; choice_text (False): the
@@ -166,10 +171,12 @@ def grade_math(
 
 def _judge(matcher: Matcher, gold: Value, gold_text: str, found: Answer, comma: bool) -> tuple[Value, bool]:
     """The value that is stated, and whether it is right."""
-    text = _PREFIX.sub("", found.text or "", count=1)
+    text = _without_prefix(found.text or "")
     texts = [text]
     if found.is_prose and text.rstrip().endswith("!") and "!" not in gold_text:
         texts.append(text.rstrip(" !"))
+    if _TEN_TO.search(text) and not re.search(r"(?<![A-Za-z])e(?![A-Za-z])", gold_text):  # 5e-3 is no 5 e - 3
+        texts.append(_TEN_TO.sub("E", text))
     stated: Value = Words("")
     for one in texts:
         if _bare(one) and _bare(one) == _bare(gold_text):
@@ -178,6 +185,15 @@ def _judge(matcher: Matcher, gold: Value, gold_text: str, found: Answer, comma: 
         if matcher.matches(gold, stated):
             return stated, True
     return stated, False
+
+
+def _without_prefix(text: str) -> str:
+    r"""`The answer is 42` and `\text{Answer: 42}` without the words."""
+    match = _PREFIX.match(text)
+    if match is None:
+        return text
+    opened, closed = match[1] or "", match[2] or ""
+    return ("" if bool(opened) == bool(closed) else "\\text{" if opened else closed) + text[match.end() :]
 
 
 def _bare(text: str) -> str:
@@ -189,7 +205,8 @@ def _bare(text: str) -> str:
     except TooComplexError:
         text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\$", "", text)
     text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text).strip(".,;:")
+    text = re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text).strip(",;:").rstrip(".,;:")
+    return re.sub(r"^\.+(?!\d)", "", text)  # .75 is not 75
 
 
 def _restates(value: Value, gold: Value, text: str, question: str) -> bool:
@@ -223,12 +240,12 @@ def _gold_text(answer: str | int | float) -> tuple[str, str]:
             return "", f"{answer} is no number"
         return f"{answer:f}" if float(f"{answer:f}") == answer else repr(answer), ""
     text = str(answer).strip()
-    if re.search(r"\\(?:boxed|fbox)(?![A-Za-z])|^####|\n.*####", text) or "\n####" in text:
+    if re.search(r"\\(?:boxed|fbox)(?![A-Za-z])|^####|\n.*####|</?answer>", text):
         found = find_answer(text, require_mark=True)
         if found.text is None:
             return "", f"{found.source} in {text[-80:]!r}"
         text = found.text
-    text = _PREFIX.sub("", text, count=1).strip()
+    text = _without_prefix(text).strip()
     if not _says_something(text) or text.lower() == "nan":
         return "", f"{text[:80]!r} states nothing"
     if _unbalanced(text):
@@ -274,7 +291,7 @@ def _gold_letters(text: str, options: int) -> frozenset[str] | None:
 
 def _stated_letters(text: str, several: bool) -> frozenset[str] | None:
     """The letters that an answer states; None if it states none."""
-    plain = _PREFIX.sub("", _without_fonts(text), count=1).strip("*_` \"'.")
+    plain = _without_prefix(_without_fonts(text)).strip("*_` \"'.")
     lone = _LONE.fullmatch(plain)
     if lone:
         return frozenset(lone[1].upper())
@@ -298,7 +315,7 @@ def _without_fonts(text: str) -> str:
     )
     for _ in range(4):
         text = re.sub(r"\\(?:text|math)\w*\s*\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"\\[,;:! ()]|~", " ", text)
+    return re.sub(r"\\[,;:! (){}]|~", " ", text)
 
 
 def _is_same_text(option: str, stated: str) -> bool:
@@ -311,7 +328,10 @@ def _is_same_text(option: str, stated: str) -> bool:
 def _question(prompt: str | Sequence[Mapping[str, Any]] | None) -> str:
     if prompt is None or isinstance(prompt, str):
         return prompt or ""
-    return "\n".join(str(message.get("content") or "") for message in prompt)
+    messages = [message for message in prompt if isinstance(message, Mapping)] if isinstance(prompt, Sequence) else []
+    if not isinstance(prompt, Sequence) or len(messages) < len(prompt):
+        raise TypeError(f"prompt is text or a list of messages, got {str(prompt)[:80]!r}")
+    return "\n".join(str(message.get("content") or "") for message in messages)
 
 
 def _never(gold: Node | str, stated: Node | str) -> bool:

@@ -21,6 +21,7 @@ MAX_WORK = 2_000_000  # of one evaluation, in units of about a microsecond
 MAX_TERMS = 400
 MAX_POWER = 64  # to which a sum of several terms is raised
 MAX_CHOSEN = 8  # of a symbolic binomial coefficient that is expanded
+_SYMMETRIC = frozenset(("gcd", "lcm", "max", "min"))
 MAX_PRIME = 20_000  # by which numbers under roots and logarithms are factored
 
 Monomial = tuple[tuple[str, Fraction], ...]  # atoms with their exponents, in order
@@ -80,16 +81,16 @@ def divide(a: Ratio, b: Ratio) -> Ratio:
     return _ratio(_times(a.top, b.bottom), _times(a.bottom, b.top))
 
 
-def proportional(a: Ratio, b: Ratio) -> bool:
-    """Whether a = c b for a rational number c other than 0."""
+def multiple(a: Ratio, b: Ratio) -> Fraction | None:
+    """The rational number c other than 0 for which a = c b, 1 where both are 0; None if there is none."""
     if not a.top or not b.top:
-        return not a.top and not b.top
+        return None if a.top or b.top else Fraction(1)
     left, right = _times(a.top, b.bottom), _times(b.top, a.bottom)
     if left.keys() != right.keys():
-        return False
+        return None
     first = next(iter(left))
     factor = left[first] / right[first]
-    return all(left[m] == factor * right[m] for m in left)
+    return factor if all(left[m] == factor * right[m] for m in left) else None
 
 
 def same(a: Ratio, b: Ratio) -> bool:
@@ -395,7 +396,8 @@ def _apply(name: str, args: list[Ratio]) -> Ratio:
         return number(max(known) if name == "max" else min(known))
     if None not in whole and name in ("gcd", "lcm"):
         return number((math.gcd if name == "gcd" else math.lcm)(*(w for w in whole if w is not None)))
-    return atom(f"{name}({', '.join(arg.key for arg in args)})")
+    keys = [arg.key for arg in args]
+    return atom(f"{name}({', '.join(sorted(keys) if name in _SYMMETRIC else keys)})")
 
 
 def _chosen(n: Ratio, k: int) -> Ratio:

@@ -60,6 +60,15 @@ _STATED = re.compile(
     r"(?:\s+(?:therefore|thus|hence|simply|just|clearly|indeed|then|now|definitely|exactly|approximately|about|roughly|around|option|choice))*[\s,]*",
     re.IGNORECASE | re.MULTILINE,
 )
+_STATED_ABROAD = re.compile(
+    r"\b(?:respuesta|resultado|resposta|risposta|risultato|réponse|résultat|antwort|ergebnis|antwoord|odpowiedź|cevap"
+    r"|ответ|відповідь)(?:\s+(?:final|finale|correcta|correta|corretta|correcte))?(?:\s+(?:es|é|è|est|ist|lautet|is|to)\b\s*:?|\s*[:=–—])\s*"
+    r"|(?:答え|解答|正解|정답|답)\s*(?:は|은|는|[:：])\s*|(?:الجواب|الإجابة|उत्तर)\s*(?:هو|هي|है)?\s*:?\s*",
+    re.IGNORECASE,
+)
+_COPULA = re.compile(
+    r"\s*(?:です|である|となります|입니다|이다|है)[\s.]*$"
+)  # at the end of a statement in some languages
 _HASHES = re.compile(r"^[^\S\n]*.*?####(?!#)[^\S\n]*", re.MULTILINE)
 _HEADING = re.compile(
     r"\W*(?:explanation|solution|conclusion|steps?|notes?|verification|check|reasoning|summary|analysis)\b",
@@ -77,7 +86,8 @@ _DIGRESSION = re.compile(
 _REASON = re.compile(r"\s+\((?:since|because|as|from|where)\b.*$")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n\s*")
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]}])[-−–])?(?:[$€£]\s?)?(?<![\w.])(?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:\s*/\s*\d+(?!\d))?(?:\s?(?:%|°|\\%))?"
+    r"(?:(?<![\d)] )\b(?:minus|negative) )?(?:(?<![\w.)\]}])[-−–])?(?:[$€£]\s?)?(?<![A-Za-z\d_.])"
+    r"(?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:\s*/\s*\d+(?!\d))?(?:\s?(?:%|°|\\%))?"
     r"|(?<![\w.)\]}])-?\.\d+(?![\d.])"
 )
 _COUNT = re.compile(
@@ -88,16 +98,25 @@ _DOUBT = word_set(
     "not no never neither nor least most more less fewer than or between if maybe perhaps possibly about almost nearly "
     "around approximately roughly except without wrong"
 )
+_DENIED = re.compile(  # before a value that a sentence denies
+    r"(?:\b(?:not|never|no|nicht|keine?|pas|não)|n't|n’t|\bне|不是)(?: (?:equal(?: to)?|be|have|es|é))?[\s*(]*$",
+    re.IGNORECASE,
+)
 _MATH = re.compile(r"\$\$(.*?)\$\$|\$([^$\n]+)\$|\\\((.*?)\\\)|\\\[(.*?)\\\]", re.DOTALL)
 _PROSE = word_set(
     "is are was were be so thus get gets gives have has had total we it the therefore hence then do not know cannot sorry"
+)
+_FOREIGN = re.compile(  # words of a sentence in another language, or letters that no formula has
+    r"\b(?:el|la|le|der|die|das|il|son|est|es|sont|sind|ist|sono|são|donc|por|tanto|também)\b|[\u0400-\u04ff\u0600-\u06ff\u0900-\u097f"
+    r"\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]",
+    re.IGNORECASE,
 )
 _ANNOUNCED = re.compile(
     r"[A-Za-z]{3,} .*\d|.*\?$", re.DOTALL
 )  # no lone expression: words that lead to one, or a question
 _CHOICE = re.compile(
     r"(?:^|\b(?:[Ss]o|[Tt]hus|[Hh]ence|[Tt]herefore),?\s+(?:only\s+)?)\(?([A-Z])\)?\s+(?:is|must\s+be)\s+(?:the\s+)?(?:correct|right|best)\b|"
-    r"\b(?:[Oo]ption|[Cc]hoice|[Cc]hoose|[Pp]ick|[Ss]elect|[Gg]o(?:ing)?\s+with|[Aa]nswer)\s+\(?([A-Z])\)?(?![\w'])|\(([A-Z])\)|^([A-Z])$"
+    r"\b(?:[Oo]ption|[Cc]hoice|[Cc]hoose|[Pp]ick|[Ss]elect|[Gg]o(?:ing)?\s+with|[Aa]nswer)\s+\(?([A-Z])\)?(?![\w'])|\(([A-Z])\)|^([A-Z])(?:$|\s+(?:because|since)\b)"
 )
 
 
@@ -233,7 +252,7 @@ def _stated(text: str) -> Answer | None:
     """What follows the last `####` or `the answer is`; several in a row are a list."""
     marks = sorted(
         [(m.end(), m.start(), "####") for m in _HASHES.finditer(text)]
-        + [(m.end(), m.start(), "stated") for m in _STATED.finditer(text)]
+        + [(m.end(), m.start(), "stated") for found in (_STATED, _STATED_ABROAD) for m in found.finditer(text)]
     )
     parts: list[str] = []
     source = ""
@@ -293,7 +312,7 @@ def _statement(text: str, start: int, kind: str) -> tuple[str, int]:
     following = window[skipped + len(statement) : skipped + len(statement) + 1]
     if following == "!":  # a factorial, or the end of the sentence: the caller tries both
         statement += "!"
-    return _without_digression(statement), end
+    return _without_digression(_COPULA.sub("", statement)), end
 
 
 def _without_digression(statement: str) -> str:
@@ -305,13 +324,21 @@ def _without_digression(statement: str) -> str:
     return statement.strip()
 
 
+def _without_comment(text: str) -> str:
+    """`72, altogether.` without what says nothing."""
+    bare = _without_digression(text)
+    rest = text[len(bare) :]
+    return bare if re.match(r"[-−$\\(.]?\d", text) and not re.search(r"[\d$\\=]", rest) else text
+
+
 def _closing(text: str, prompt: str) -> Answer:
     """A lone expression, or the last number or formula of the last sentence that has one."""
     if text and "\n" not in text and len(text) <= MAX_STATEMENT:
         plain = re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", text)
         words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", re.sub(r"\\begin\{\w+\}|\\end\{\w+\}", "", plain))
-        if len(words) <= 5 and not _PROSE & {word.lower() for word in words} and not _ANNOUNCED.match(text):
-            return Answer(_REASON.sub("", text), "whole")
+        said = _PROSE & {word.lower() for word in words} or (_FOREIGN.search(text) and re.search(r"\d", text))
+        if len(words) <= 5 and not said and not _ANNOUNCED.match(text):
+            return Answer(_without_comment(_REASON.sub("", text)), "whole")
     asked = _squeezed(prompt)
     tail = text[-MAX_STATEMENT:]
     end = len(tail)
@@ -349,7 +376,7 @@ def _last_value(sentence: str) -> str | None:
         for m in _NUMBER.finditer(sentence)
         if not any(s <= m.start() < e for s, e, _ in formulas)
     ]
-    values = sorted(formulas + numbers)
+    values = [value for value in sorted(formulas + numbers) if not _DENIED.search(sentence, 0, value[0])]
     parts: list[str] = []
     before = len(sentence)
     for start, end, value in reversed(values):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from reward_workers.math_equality import equal
 from reward_workers.math_notation import NotMathError, Token, TooComplexError
 from reward_workers.math_part import MAX_ITEMS, Part, Read, is_word
-from reward_workers.math_regions import common, region_of, without
+from reward_workers.math_regions import common, less, region_of, without
 from reward_workers.math_syntax import Node
 from reward_workers.math_values import Assignment, Group, Interval, Quantity, Region, Value, Words, symbols_of
 
@@ -54,7 +54,12 @@ def difference(text: Part, depth: int, read: Read) -> Value | None:
     left, right = read(text[:cut], depth + 1), read(_set(text[cut + 1 : len(text)]), depth + 1)
     is_set = isinstance(left, Group) and left.brackets in ("", "{}")
     region = None if is_set else region_of(left)
-    if region is None or not isinstance(right, Group) or right.brackets != "{}":
+    if region is None:
+        return None
+    if isinstance(right, Region) or (isinstance(right, Group) and right.brackets != "{}"):
+        holes = region_of(right)
+        return holes and less(region, holes.intervals)
+    if not isinstance(right, Group):
         return None
     points = [item.node for item in right.items if isinstance(item, Quantity) and not symbols_of(item.node)]
     return without(region, points) if len(points) == len(right.items) else None
@@ -82,6 +87,10 @@ def listed(text: Part, depth: int, read: Read, bracketed: bool = False) -> Value
         isinstance(v, Words) for v in values
     ):
         return None if any(is_word(t, "or", "and") for t in separators) else Group(tuple(values))
+    if any(isinstance(v, Region) for v in values):  # x = 0 or x > 1
+        values = [_as_region(v) or v for v in values]
+    if len({v.name for v in values if isinstance(v, Region)}) > 1 and not any(is_word(t, "or") for t in separators):
+        return Group(tuple(values))  # x > 0, y > 0
     if all(isinstance(v, Region) for v in values):
         return _joined([v for v in values if isinstance(v, Region)], any(is_word(t, "or") for t in separators))
     if isinstance(values[0], Assignment):
@@ -97,6 +106,14 @@ def listed(text: Part, depth: int, read: Read, bracketed: bool = False) -> Value
     if any(isinstance(v, Group) and not v.brackets for v in values):
         values = [i for v in values for i in (v.items if isinstance(v, Group) and not v.brackets else (v,))]
     return Group(tuple(values))
+
+
+def _as_region(value: Value) -> Region | None:
+    """`x = 0` as the values that x can have."""
+    number = value.value if isinstance(value, Assignment) else None
+    if not isinstance(value, Assignment) or not isinstance(number, Quantity) or symbols_of(number.node) or number.unit:
+        return None
+    return Region((Interval(number.node, number.node, True, True),), value.name)
 
 
 def _is_lone_symbol(value: Value) -> bool:

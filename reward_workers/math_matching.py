@@ -9,7 +9,6 @@ where the right answer has one of its family too.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,25 @@ from fractions import Fraction
 from typing import TypeVar
 
 from reward_workers.math_algebra import add as plus
-from reward_workers.math_algebra import (
-    divide,
-    evaluate,
-    negate,
-    proportional,
-)
+from reward_workers.math_algebra import evaluate, multiple, negate
 from reward_workers.math_equality import approximate, equal
+from reward_workers.math_families import INTEGER, same_family
+from reward_workers.math_forms import (
+    bare,
+    components,
+    half_line,
+    is_asked_for,
+    is_clock,
+    is_closed_form,
+    is_graph,
+    literal,
+    of_integers,
+    quotient,
+    rename,
+    values_by_name,
+    with_arguments,
+    with_unit,
+)
 from reward_workers.math_notation import FAMILY, NotMathError, TooComplexError
 from reward_workers.math_regions import merged, region_of
 from reward_workers.math_syntax import Node, walk
@@ -94,7 +105,7 @@ class Matcher:
         if isinstance(stated, Relation):
             if stated.value is None or not isinstance(gold, Quantity):
                 return False
-            return _is_asked_for(stated.left) and self._quantity(gold, stated.value)
+            return is_asked_for(stated.left) and self._quantity(gold, stated.value)
         if not isinstance(stated, Group):
             return False
         if len(stated.items) == 1 and stated.brackets in ("", "{}", "[]") and not isinstance(gold, Group | Region):
@@ -106,11 +117,15 @@ class Matcher:
     def _quantity(self, gold: Quantity, stated: Value) -> bool:
         if isinstance(stated, Words) and stated.notation:
             return self._allowed_operations(gold, stated.notation) and self.decide(gold.node, stated.notation)
-        if isinstance(stated, Group) and stated.brackets == "::" and len(stated.items) == 2 and not _is_clock(stated):
-            node = None if gold.unit or gold.base else _quotient(stated)
-            return node is not None and _bare(gold.node).kind == "div" and self._same_ratio(node, gold)
+        if isinstance(stated, Group) and stated.brackets == "::" and len(stated.items) == 2 and not is_clock(stated):
+            node = None if gold.unit or gold.base else quotient(stated)
+            return node is not None and bare(gold.node).kind == "div" and self._same_ratio(node, gold)
+        if isinstance(stated, Matrix | Group) and Node("sym", "j") in walk(gold.node):
+            return self._in_unit_vectors(components(stated), gold.node)
         if not isinstance(stated, Quantity):
             return False
+        if gold.unit and not stated.unit:
+            stated = with_unit(stated)
         if gold.base != stated.base and not self.policy.any_base:
             return False
         if not self._same_unit(gold.unit, stated.unit):
@@ -119,6 +134,18 @@ class Matcher:
         if gold.unit == "%" or stated.unit == "%":
             wanted = self._percent(gold, stated.unit)
         return any(self._same_number(Quantity(node, gold.text), stated) for node in wanted)
+
+    def _in_unit_vectors(self, components: Sequence[Value], sum_: Node) -> bool:
+        """Whether components are those of `3i - j + 2k`."""
+        if not 2 <= len(components) <= 3 or not all(isinstance(c, Quantity) and not c.unit for c in components):
+            return False
+        units = (Node("const", "i"), Node("sym", "j"), Node("sym", "k"))
+        numbers = [c.node for c in components if isinstance(c, Quantity)]
+        try:
+            terms = [Node("mul", "", pair) for pair in zip(numbers, units, strict=False)]
+            return equal(Node("add", "", tuple(terms)), sum_) is True
+        except NotMathError:
+            return False
 
     def _percent(self, gold: Quantity, stated_unit: str) -> list[Node]:
         """What the stated number may be, given that one of the two has a percent sign."""
@@ -133,6 +160,8 @@ class Matcher:
             return True
         if not gold or not stated:
             return self.policy.units == "lenient" or not gold
+        if "deg" in (gold, stated) and gold.startswith("deg") and stated.startswith("deg"):
+            return True  # which degrees is not said
         # `72 clips` and `72 clips altogether`: of names that are no units one may say more than the other.
         if known(gold) or known(stated):
             return False
@@ -147,6 +176,8 @@ class Matcher:
             return False
         if not same and self.policy.free_constants:
             same = self._renamed(gold.node, stated.node) or same
+        if not same and INTEGER in symbols_of(gold.node) | symbols_of(stated.node):
+            same = same_family(of_integers(stated.node, gold.node), of_integers(gold.node, stated.node)) or same
         if not same and (self.policy.tolerance or self.policy.relative_tolerance):
             return self._near(gold.node, stated.node)
         return self.decide(gold.node, stated.node) if same is None else same
@@ -168,26 +199,25 @@ class Matcher:
         if len(ours) != len(theirs) or not 0 < len(ours) <= MAX_FREE_CONSTANTS:
             return False
         return any(
-            equal(gold, _rename(stated, dict(zip(theirs, names, strict=True))))
-            for names in itertools.permutations(ours)
+            equal(gold, rename(stated, dict(zip(theirs, names, strict=True)))) for names in itertools.permutations(ours)
         )
 
     def _evaluated(self, gold: Node, stated: Node) -> bool:
         """Whether the stated form is a result and not a calculation, as far as the right answer's form can tell."""
         if self.policy.allow_unevaluated:
             return True
-        families = {FAMILY[str(n.value)] for n in walk(stated) if str(n.value) in FAMILY and not _is_closed_form(n)}
+        families = {FAMILY[str(n.value)] for n in walk(stated) if str(n.value) in FAMILY and not is_closed_form(n)}
         if families - {FAMILY[str(n.value)] for n in walk(gold) if str(n.value) in FAMILY}:
             return False
-        if not _literal(gold):
+        if not literal(gold):
             return True
-        if not _literal(stated):
+        if not literal(stated):
             return False
         value = evaluate(gold).rational
-        fraction = _bare(stated)
+        fraction = bare(stated)
         if value is None or value.denominator != 1 or fraction.kind != "div":
             return True
-        return _bare(gold).kind == "div"
+        return bare(gold).kind == "div"
 
     def _allowed_operations(self, gold: Quantity | Words, notation: str) -> bool:
         """The same rule for notation that is not understood here: it needs its operations in the right answer."""
@@ -199,8 +229,12 @@ class Matcher:
     # Equations and regions
 
     def _assignment(self, gold: Assignment, stated: Value) -> bool:
-        if isinstance(stated, Assignment) and stated.name.removesuffix("()") == gold.name.removesuffix("()"):
-            if self.matches(gold.value, _with_arguments(gold.left, stated)):
+        if isinstance(stated, Assignment) and (
+            stated.name.removesuffix("()") == gold.name.removesuffix("()")
+            or is_graph(gold, stated)
+            or is_graph(stated, gold)
+        ):
+            if self.matches(gold.value, with_arguments(gold.left, stated)):
                 return True
         elif not isinstance(stated, Assignment | Relation):
             return self.matches(gold.value, stated)
@@ -211,19 +245,22 @@ class Matcher:
     def _relation(self, gold: Relation, stated: Value) -> bool:
         if isinstance(stated, Assignment) and isinstance(stated.value, Quantity):
             stated = Relation("=", stated.left, stated.value.node)
+        if isinstance(stated, Region):
+            stated = half_line(stated) or stated
         if not isinstance(stated, Relation) or stated.sign != gold.sign:
             return False
         try:
             ours = plus(evaluate(gold.left), negate(evaluate(gold.right)))
             theirs = plus(evaluate(stated.left), negate(evaluate(stated.right)))
-            if not proportional(ours, theirs):
-                return False
-            factor = divide(theirs, ours).rational if ours.top else None
+            factor = multiple(theirs, ours)
         except NotMathError:
             return False
-        return gold.sign in ("=", "neq") or factor is None or factor > 0
+        return factor is not None and (gold.sign in ("=", "neq") or factor > 0)
 
     def _region(self, gold: Region, stated: Value) -> bool:
+        if isinstance(stated, Relation):
+            line = half_line(gold)
+            return line is not None and self._relation(line, stated)
         region = region_of(stated)
         if region is None or (region.name and gold.name and region.name != gold.name):
             return False
@@ -247,9 +284,13 @@ class Matcher:
             region = region_of(gold)
             return region is not None and self._region(region, stated)
         if isinstance(stated, Matrix) and gold.brackets == "()":
-            return len(stated.rows[0]) == 1 and self._ordered(gold.items, [row[0] for row in stated.rows])
+            return self._ordered(gold.items, components(stated))
+        if gold.brackets == "()" and isinstance(stated, Quantity) and Node("sym", "j") in walk(stated.node):
+            return self._in_unit_vectors(gold.items, stated.node)
         if gold.brackets == "::":
             return self._ratio(gold, stated)
+        if gold.brackets == "{}" and len(gold.items) == 1 and isinstance(stated, Group) and stated.brackets == "()":
+            return self.matches(gold.items[0], stated)
         if not isinstance(stated, Group):
             return len(gold.items) == 1 and gold.brackets in ("", "{}") and self.matches(gold.items[0], stated)
         if gold.name and stated.name and gold.name != stated.name:
@@ -261,13 +302,17 @@ class Matcher:
             return self._covers(gold.items, stated.items) and self._covers(stated.items, gold.items)
         if gold.brackets in unordered and stated.brackets in unordered:
             return self._unordered(gold.items, stated.items, self.matches)
-        values = _values_by_name(stated) if gold.brackets == "()" else None
+        values = values_by_name(stated) if gold.brackets == "()" else None
         if values is not None:
             return self._ordered(gold.items, values)
         alike = gold.brackets == stated.brackets or "" in (gold.brackets, stated.brackets)
         alike = alike or (len(gold.items) != 2 and {gold.brackets, stated.brackets} == {"()", "[]"})
         if gold.brackets in ("[]", "[)", "(]") and not stated.brackets and len(gold.items) == 2:
             return False  # an interval is more than its ends
+        if not gold.brackets and len(gold.items) == 2 and stated.brackets in ("[]", "[)", "(]"):
+            named = gold.name or any(isinstance(item, Assignment) for item in gold.items)
+            if named or stated.brackets != "[]":
+                return False  # two values are no interval
         # A set never is a tuple, and `::` is a ratio.
         if not alike or (gold.brackets != stated.brackets and {"{}", "::"} & {gold.brackets, stated.brackets}):
             return False
@@ -282,10 +327,10 @@ class Matcher:
     def _ratio(self, gold: Group, stated: Value) -> bool:
         """3:4 is 6:8 and, of two numbers, 3/4. A time of the day is that time only."""
         if isinstance(stated, Quantity):
-            return not _is_clock(gold) and (node := _quotient(gold)) is not None and self._same_ratio(node, stated)
+            return not is_clock(gold) and (node := quotient(gold)) is not None and self._same_ratio(node, stated)
         if not isinstance(stated, Group) or stated.brackets != "::" or len(gold.items) != len(stated.items):
             return False
-        if _is_clock(gold):
+        if is_clock(gold):
             return gold.name in ("", stated.name) and self._ordered(gold.items, stated.items)
         if self._ordered(gold.items, stated.items):
             return True
@@ -329,8 +374,12 @@ class Matcher:
         return True
 
     def _matrix(self, gold: Matrix, stated: Value) -> bool:
-        if isinstance(stated, Group) and stated.brackets == "()" and len(gold.rows[0]) == 1:
-            return self._ordered([row[0] for row in gold.rows], stated.items)
+        if isinstance(stated, Group) and stated.brackets == "()":
+            return self._ordered(components(gold), stated.items)
+        if isinstance(stated, Quantity) and Node("sym", "j") in walk(stated.node):
+            return self._in_unit_vectors(components(gold), stated.node)
+        if isinstance(stated, Group) and stated.brackets == "[]" and len(gold.rows) == 1:
+            return self._ordered(gold.rows[0], stated.items)
         if isinstance(stated, Group) and stated.brackets == "[]":  # [[1, 2], [3, 4]]
             rows = [row.items for row in stated.items if isinstance(row, Group) and row.brackets == "[]"]
             same = len(rows) == len(stated.items) == len(gold.rows)
@@ -369,111 +418,3 @@ def _number(item: object) -> tuple[Fraction, str, int | None] | None:
 
 def _sequence(group: Group) -> bool:
     return any(isinstance(item, Words) and "dots" in item.text for item in group.items)
-
-
-def _values_by_name(stated: Group) -> list[Value] | None:
-    """The values of `x = 1, y = 2` in the order of their names; None for another kind of list."""
-    named = [item for item in stated.items if isinstance(item, Assignment)]
-    if stated.brackets or len(named) != len(stated.items) or len({item.name for item in named}) != len(named):
-        return None
-    return [item.value for item in sorted(named, key=lambda item: item.name)]
-
-
-def _is_asked_for(left: Node) -> bool:
-    r"""Whether the left side of an equation is what a question may ask for: `m + n`, `|AB|`, `\cos A`. An equation in one
-    unknown, `2x = 10`, is one to be solved.
-    """
-    symbols = symbols_of(left)
-    if left.kind == "fn" and FAMILY.get(str(left.value)) == "trigonometry":
-        return bool(symbols)
-    if (left.kind, left.value) == ("fn", "abs") and left.args[0].kind == "sym":
-        return symbols.pop().isupper()  # the size of a set, a determinant
-    return len(symbols) > 1
-
-
-def _is_closed_form(node: Node) -> bool:
-    """Whether an operation stands for a formula that has no other, such as a binomial coefficient of a symbol."""
-    return FAMILY.get(str(node.value)) == "counting" and bool(symbols_of(node))
-
-
-def _with_arguments(left: Node, stated: Assignment) -> Value:
-    """What `f(t) = t^2` says of `f(x)`: the stated value with the names of the right answer's arguments."""
-    ours, theirs = [[str(a.value) for a in n.args] if n.kind == "fn" else [] for n in (left, stated.left)]
-    if ours == theirs or not ours or not theirs:
-        return stated.value
-    free = symbols_of(stated.value.node) - set(theirs) if isinstance(stated.value, Quantity) else set(ours)
-    if len(ours) != len(theirs) or len(set(theirs)) != len(theirs) or free & set(ours):
-        return Words("")
-    assert isinstance(stated.value, Quantity)
-    return Quantity(_rename(stated.value.node, dict(zip(theirs, ours, strict=True))), "", stated.value.unit)
-
-
-def _is_clock(group: Group) -> bool:
-    """Whether `10:30` is written as a time is, with two digits after each colon."""
-    texts = [item.text if isinstance(item, Quantity) else "" for item in group.items]
-    return bool(group.name) or all(len(text) == 2 and text.isdigit() for text in texts[1:])
-
-
-def _quotient(ratio: Group) -> Node | None:
-    nodes = tuple(item.node for item in ratio.items if isinstance(item, Quantity))
-    return Node("div", "", nodes) if len(nodes) == len(ratio.items) == 2 else None
-
-
-def _rename(node: Node, names: dict[str, str]) -> Node:
-    if node.kind == "sym":
-        return Node("sym", names.get(str(node.value), node.value))
-    return Node(node.kind, node.value, tuple(_rename(arg, names) for arg in node.args))
-
-
-def _bare(node: Node) -> Node:
-    """A node without its sign."""
-    while node.kind == "neg":
-        node = node.args[0]
-    return node
-
-
-def _literal(node: Node) -> bool:
-    """Whether a tree is a number as one writes it: 3, -0.5, 2/3, 1 1/2, 5 * 10^-6, 10^6."""
-    node = _bare(node)
-    match node.kind:
-        case "num" | "mixed":
-            return True
-        case "div":
-            return all(_bare(arg).kind == "num" for arg in node.args)
-        case "mul":
-            return node.args[0].kind == "num" and _power_of_ten(node.args[1])
-    return _power_of_ten(node)
-
-
-def is_reduced(node: Node) -> bool:
-    """Whether a tree is a number as one writes it, and no fraction that could be cancelled."""
-    if not _literal(node):
-        return False
-    fraction = _bare(node)
-    if fraction.kind != "div":
-        return True
-    top, bottom = (_bare(arg).value for arg in fraction.args)
-    assert isinstance(top, Fraction)
-    assert isinstance(bottom, Fraction)
-    return top.denominator == bottom.denominator == 1 and math.gcd(top.numerator, bottom.numerator) == 1
-
-
-def _power_of_ten(node: Node) -> bool:
-    return node.kind == "pow" and node.args[0] == Node("num", Fraction(10)) and _bare(node.args[1]).kind == "num"
-
-
-def vote(value: Value) -> str | None:
-    """One text for all ways to write a plain rational number or the same words; None for other values."""
-    while isinstance(value, Assignment):
-        value = value.value
-    if isinstance(value, Words):
-        return value.text or None
-    if not isinstance(value, Quantity) or value.base is not None:
-        return None
-    try:
-        number = evaluate(value.node).rational
-    except (NotMathError, TooComplexError):
-        return None
-    if number is None or math.log10(max(abs(number.numerator), number.denominator)) > 100:
-        return None
-    return str(number)

@@ -60,6 +60,7 @@ _CHARACTERS = str.maketrans(
             "⩽": r"\leq ",
             "⩾": r"\geq ",
             "≠": r"\neq ",
+            "≡": r"\equiv ",
             "≈": r"\approx ",
             "∞": r"\infty ",
             "π": r"\pi ",
@@ -95,8 +96,19 @@ _SPACES = re.compile(
     r"\\[,;:!> ]|\\(?:quad|qquad|thinspace|medspace|enspace|hfill|displaystyle|textstyle|limits|nolimits|nobreak|left|right"
     r"|[bB]igg?[lrm]?|middle|mathstrut|boxed|fbox|bf|rm|it|strut|tiny|small|normalsize|large|Large|LARGE|huge|Huge|vec|overrightarrow|underline|ensuremath|therefore|newline)(?![A-Za-z])|~"
 )
+_NO_BRACKET = re.compile(r"\\(?:left|right) ?\.")
 _COLOURS = re.compile(
     r"\\(?:(?:text)?color(?:box)?|fcolorbox ?\{\w+\}) ?\{\w+\}|\\[hv]?phantom ?\{[^{}]*\}|\\[hv]space\*? ?\{[^{}]*\}"
+)
+_SYSTEM = re.compile(  # a brace on the left of equations
+    r"\\left ?\\[{] ?\\begin\{(array|aligned|gathered|matrix)\}(?: ?\{[lcr| ]*\})?(.*?)\\end\{\1\} ?\\right ?\."
+)
+_VECTOR = re.compile(r"\\(?:vec|overrightarrow) ?\{ ?([A-Z]) ?([A-Z]) ?\}")  # from point to point: the order counts
+_UNIT_VECTOR = re.compile(r"\\hat ?\{ ?(?:\\(?:mathbf|boldsymbol|bm) ?\{ ?([ijk]) ?\}|\\([ij])math|([ijk])) ?\}")
+_UNIT = r" ?\\text ?\{([^{}]*)\} ?((?:\^ ?\{? ?\d ?\}?)?) ?"
+_UNIT_FRACTION = re.compile(rf"\\[dt]?frac ?\{{{_UNIT}\}} ?\{{{_UNIT}\}}")
+_MODULUS = re.compile(
+    r"\( ?(?:\\text ?\{ ?mod ?\}|\\mod|\\bmod|mod) ?\{?([^(){}]{1,40})\}? ?\)|\\(?:pmod|bmod|mod) ?(?:\{([^{}]{1,40})\}|(\w+))"
 )
 _OLD_FRACTION = re.compile(r"\{([^{}]*)\\(over|choose)(?![A-Za-z])([^{}]*)\}")
 _PERIOD = re.compile(r"((?<=[\d.])(?:\\(?:bar|dot) ?\{?\d+\}?)+)")  # dots over digits
@@ -139,6 +151,7 @@ _FONT = re.compile(
     r"\*? ?\{((?:[\^_] ?\{[^{}\\]*\}|[^{}])*)\}"
 )
 _COUNTED = re.compile(r"(-?\d[\d,]*(?:\.\d+)?) ((?!(?:or|and|to|of|in|base|x) )[A-Za-z ]+)")  # `5 hours`
+_NUMBERS = re.compile(r"[-\d\s.,/]*(?:\b(?:and|or)\b[-\d\s.,/]*)+")  # `5 and 7`
 _UNIT_LETTERS = word_set("m g L s h J N W V K C A l t")  # in an upright font
 _BLACKBOARD = re.compile(r"\\math(?:bb|bf|cal) ?\{? ?([RZQNC])(?![A-Za-z]) ?\}?")
 # Beside a comma only the negative space joins: `100,\; 200` are two numbers.
@@ -172,13 +185,19 @@ def normalise(text: str) -> str:
     text = re.sub(r"(?<!\\)\\$", " ", text)
     if "\\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z]{2})", r"\\", text)  # escaped twice: no row can end here
+    text = _SYSTEM.sub(r"\\begin{cases}\2\\end{cases}", text)
     text = re.sub(r"\\\\(?:\[[^\]]*\])?", " \\\\cr ", text)  # rows of a matrix
     text = text.replace(r"\$", r"\dollar ").replace("$", " ")
     text = re.sub(r"\\[()\[\]]", " ", text)
     text = _JOINED_DIGITS.sub("", text)
     text = re.sub(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])", r"\\degree ", text)
+    text = re.sub(r"(?<=[\d.])\\overline ?(\d)(?!\d)", r"\\overline{\1}", text)
+    text = re.sub(r"\^ ?(?:\{ ?\\prime ?\}|\\prime(?![A-Za-z]))", "'", text)
     text = _COLOURS.sub(" ", text)
-    text = _SPACES.sub(" ", text)
+    text = _VECTOR.sub(r"v_{\1\2}", _UNIT_VECTOR.sub(lambda match: f" {match[1] or match[2] or match[3]} ", text))
+    text = _SPACES.sub(" ", _NO_BRACKET.sub(" ", text))
+    if "\\over" in text and "{" not in text:
+        text = f"{{{text}}}"
     text = _OLD_FRACTION.sub(lambda match: rf"\{_OLD[match[2]]} {{{match[1]}}}{{{match[3]}}}", text)
     text = _PERIOD.sub(lambda match: rf"\overline{{{re.sub('[^0-9]', '', match[1])}}}", text)
     text = _BLACKBOARD.sub(r"\\\1 ", text)
@@ -187,6 +206,9 @@ def normalise(text: str) -> str:
         if changed == text:
             break
         text = changed
+    text = _UNIT_FRACTION.sub(r"\\text {\1} \2 / \\text {\3} \4", text)
+    if "\\equiv" in text:
+        text = _MODULUS.sub(lambda match: rf"\pmod {(match[1] or match[2] or match[3]).strip()}", text)
     text = _COMMAND.sub(lambda match: _SAME.get(match[1]) or f"\\{match[1]} ", text)
     return re.sub(" +", " ", text).strip()
 
@@ -216,6 +238,8 @@ def _plain_font(match: re.Match[str]) -> str:
         return f"\\{bare} " if bare.isalpha() else f" {bare} "
     is_symbol = font.startswith("math") or font in ("boldsymbol", "bm")
     if is_symbol and not re.search("[A-Za-z]{2}", bare) and bare not in _UNIT_LETTERS:
+        return f" {bare} "
+    if _NUMBERS.fullmatch(bare):
         return f" {bare} "
     if re.fullmatch(r"(?:US ?)?\\dollar", bare):
         return " \\dollar "
@@ -258,11 +282,11 @@ def tokens_of(text: str) -> list[Token]:
                 break
             raise NotMathError(f"can't read {text[position : position + 20]!r}")
         kind = str(match.lastgroup)
-        value = match[kind]
+        value, start = match[kind], match.start(kind)
         if kind == "esc":
             kind = "op"
         elif kind == "op" and value == "\\":
             raise NotMathError("a lone backslash")
-        found.append(Token(kind, value, bool(match["space"]), match.start(kind), match.end()))
+        found.append(Token(kind, value, bool(match["space"]), start, match.end()))
         position = match.end()
     return found

@@ -22,7 +22,7 @@ NOTATION = (
     word_set(
         "frac sqrt int iint oint sum prod lim to log ln lg sin cos tan cot sec csc arcsin arccos arctan "
         "sinh cosh tanh binom exp infty pi left right cr begin end det max min gcd lcm overline lfloor "
-        "rfloor lceil rceil partial bmod"
+        "rfloor lceil rceil bmod"
     )
     | GREEK
 )
@@ -79,7 +79,7 @@ def words_of(text: str) -> str:
     plain = re.sub(r"\\text ?\{([^{}]*)\}", r" \1 ", text)
     plain = re.sub(r"(?<!\\)\{ ?([\w+*-]) ?\}", r" \1 ", plain)
     plain = re.sub(r"\\([{}%])", r"\1", plain)
-    plain = re.sub(r"\s+", " ", plain).strip(" .,;:!?\"'`*")
+    plain = re.sub(r"^\.+(?!\d)", "", re.sub(r"\s+", " ", plain).strip(" ,;:!?\"'`*")).rstrip(" .,;:!?\"'`*")
     if not re.search(r"[A-Za-z]{2}", plain):
         return plain.replace(" ", "")
     plain = re.sub(r" ?([^\w\s]) ?", r"\1", plain)

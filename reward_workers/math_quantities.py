@@ -12,9 +12,9 @@ from fractions import Fraction
 from reward_workers.math_notation import CONSTANTS, FAMILY, FUNCTIONS, GREEK, NotMathError, Token
 from reward_workers.math_part import Part
 from reward_workers.math_syntax import Node, parse
-from reward_workers.math_units import is_unit, unit_of
+from reward_workers.math_units import is_unit, known, unit_of
 from reward_workers.math_values import Group, Quantity, Value, Words
-from reward_workers.math_words import clock_of, date_of
+from reward_workers.math_words import SCALES, clock_of, date_of
 
 _BASE_WORDS = {
     "two": 2,
@@ -30,7 +30,7 @@ _BASE_WORDS = {
 }
 _BASE_WORDS |= {"sixteen": 16, "binary": 2, "octal": 8, "hex": 16}
 _BASED = re.compile(
-    r"(-?)\(?([0-9A-Z ]+)\)?\s*(?:_ ?(?:\{ ?)?\(? ?(?:\\text ?\{)? ?(\d+|[a-z]+) ?\}? ?\)? ?\}?"
+    r"(-?)\(?([0-9A-Z ]+)\)?\s*(?:_ ?(?:\{ ?)?\(? ?(?:\\text ?\{)? ?(?:base ?)?(\d+|[a-z]+) ?\}? ?\)? ?\}?"
     r"|,? ?\(?(?:in )?base[- ]?(\d+|[a-z]+)\)?)"
 )
 _PREFIXED = re.compile(r"(-?)0([xbo])([0-9A-Fa-f]+)")
@@ -40,7 +40,7 @@ def based(text: str) -> Quantity | None:
     """`52_8`, `1A_{16}`, `101 (base 2)`, `0xff`."""
     if len(text) > 400:
         return None
-    text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text)
+    text = re.sub(" +", " ", re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text))
     match = _PREFIXED.fullmatch(text)
     if match:
         minus, digits, base = match[1], match[3], {"x": 16, "b": 2, "o": 8}[match[2]]
@@ -65,12 +65,27 @@ def in_time(text: Part) -> Value | None:
     """A time of the day, or a date in digits."""
     if len(text) > 20:
         return None
-    plain = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text.text).strip()
+    plain = re.sub(r" +", " ", re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text.text)).strip()
     if (clock := clock_of(plain)) is not None:
         items = tuple(Quantity(Node("num", Fraction(part)), f"{part:02}") for part in clock[0])
         return Group(items, "::", name=clock[1])
     date = date_of(plain)
     return Words(date) if date is not None else None
+
+
+def compound(text: Part) -> Group | None:
+    """`2 hours 30 minutes`, `2 hours and 30 minutes`: a list of quantities. Nothing is added up."""
+    starts = [i for i, token in enumerate(text.tokens) if token.kind == "num"]
+    if not 2 <= len(starts) <= 4 or starts[0] != 0:
+        return None
+    items: list[Value] = []
+    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        words = " ".join(token.text for token in text.tokens[start + 1 : end])
+        unit = unit_of([Token("text", re.sub(r",? (?:and )?$|,$", "", f"{words} ".replace("  ", " ")))])
+        if not unit or not known(unit):
+            return None
+        items.append(Quantity(parse([text.tokens[start]]), "", unit))
+    return Group(tuple(items))
 
 
 def quantity(text: Part) -> Quantity | None:
@@ -91,19 +106,50 @@ def quantity(text: Part) -> Quantity | None:
     start = next((i for i, t in enumerate(tokens) if i and _starts_unit(t, tokens[i - 1])), None)
     if start and tokens[start].text == "degree" and any(FAMILY.get(t.text) == "trigonometry" for t in tokens[:start]):
         start = None  # the degrees are the function's
+    scale = ""
     if start is not None:
-        found = unit_of(tokens[start:])
+        scale, named = _scaled(tokens[start:])
+        found = unit_of(named)
+        if _are_letters(tokens[:start], named, found):
+            scale, found, start = "", "", len(tokens)
         if found is None:
             return None
-        if unit and found and found != unit and found not in ("dollar", "usd"):
+        if unit and found.endswith("^-1"):
+            unit += f" {found}"  # $18 per day
+        elif unit and found and found != unit:
             return None
         unit, tokens = unit or found, tokens[:start]
     if not tokens:
         return None
     try:
-        return Quantity(parse(_without_commas(tokens)), source, unit)
+        node = parse(_without_commas(tokens))
     except NotMathError:
         return None
+    if scale:
+        power = Node("pow", "", (Node("num", Fraction(10)), Node("num", Fraction(len(str(SCALES[scale])) - 1))))
+        node = Node("mul", "", (node, power))
+    return Quantity(node, source, unit)
+
+
+def _are_letters(before: list[Token], named: list[Token], unit: str | None) -> bool:
+    r"""Whether bare letters that units have, too, are symbols: `v t + s`, `\\rho g h`, `2 m n`."""
+    if not named or named[0].kind != "word" or len(named[0].text) != 1:
+        return False
+    if unit is None:
+        return True
+    symbols = any(
+        (t.kind == "word" and t.text not in CONSTANTS) or (t.kind == "cmd" and t.text in GREEK - {"pi"}) for t in before
+    )
+    letters = [token.text for token in named if token.kind == "word"]
+    return max(map(len, letters)) == 1 and (symbols or not all(map(is_unit, letters)))
+
+
+def _scaled(tokens: list[Token]) -> tuple[str, list[Token]]:
+    """The word at the beginning that says what to multiply by, `million`, and the tokens after it."""
+    first, _, rest = tokens[0].text.strip().partition(" ")
+    if tokens[0].kind not in ("word", "text") or first.lower() not in SCALES:
+        return "", tokens
+    return first.lower(), [Token(tokens[0].kind, rest), *tokens[1:]] if rest else tokens[1:]
 
 
 def _starts_unit(token: Token, before: Token) -> bool:
@@ -126,8 +172,12 @@ def _starts_unit(token: Token, before: Token) -> bool:
 def _without_commas(tokens: Sequence[Token]) -> list[Token]:
     """`1,234.5` becomes one number."""
     joined: list[Token] = []
+    depth = 0  # of brackets, whose commas are between arguments
     for token in tokens:
-        if len(joined) > 1 and token.kind == "num" and joined[-1].text == "," and joined[-2].kind == "num":
+        if token.kind == "op":
+            depth += (token.text in ("(", "[")) - (token.text in (")", "]"))
+        grouped = not depth and token.kind == "num" and not token.space and re.fullmatch(r"\d{3}(\.\d+)?", token.text)
+        if grouped and len(joined) > 1 and joined[-1].text == "," and joined[-2].kind == "num":
             before = joined[-2]
             joined[-2:] = [Token("num", before.text + token.text, before.space, before.start, token.end)]
         else:

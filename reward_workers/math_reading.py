@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import re
+from fractions import Fraction
 
+from reward_workers.math_families import without_clause
 from reward_workers.math_lists import difference, listed, union
 from reward_workers.math_matrices import matrix, transposed
 from reward_workers.math_notation import NotMathError, Token, TooComplexError, normalise, tokens_of
 from reward_workers.math_part import MAX_NESTING, NOTATION, Part, is_relation, is_word, number_node, words_of
-from reward_workers.math_quantities import based, in_time, quantity
-from reward_workers.math_regions import REALS
+from reward_workers.math_quantities import based, compound, in_time, quantity
+from reward_workers.math_regions import REALS, interval
 from reward_workers.math_relations import related
-from reward_workers.math_syntax import OPEN
+from reward_workers.math_syntax import OPEN, Node
 from reward_workers.math_units import unit_of
 from reward_workers.math_values import Group, Matrix, Quantity, Region, Value, Words
 from reward_workers.math_words import number_in_words
@@ -24,13 +26,45 @@ from reward_workers.math_words import number_in_words
 _AROUND = ' ,;:`*"'  # what may stand around an answer and is none of it
 EMPTY = Group((), "{}")
 _EMPTY_WORDS = re.compile(
-    r"(there (is|are) )?(no|empty|null)( real| integer| such)?( solutions?| roots?| values?| set)( exists?)?"
+    r"((there (is|are) )?(no|empty|null)( real| integer| such)?( solutions?| roots?| values?| set)( exists?)?"
+    r"|(there (is|are) )?none( exists?)?)"
 )
-_REALS = re.compile(r"(all|any|every)( of the)? (real|reals|real numbers?)")
+_REALS = re.compile(r"((set of )?(all|any|every)( of the)? (real|reals|real numbers?)|(set of )?real numbers)")
+_INTEGERS = re.compile(r"(set of )?(all )?(the )?integers")
+_INFINITY = re.compile(r"(positive |plus |negative |minus )?infinity")
+_EXCEPT = re.compile(
+    r"^(?:\\text ?\{ ?)?(?:all|any|every) real (?:numbers? |values )?(?:[a-z] )?except(?: for)? ?\}? ?(?:[a-z] ?= ?)?(.+)$",
+    re.IGNORECASE,
+)
+_MINUS = re.compile(r"^(\\text ?\{ ?)?(?:minus|negative) ?(\})? ?(?=[\d.\\])", re.IGNORECASE)
+_ABOUT = re.compile(
+    r"^(\\text ?\{ ?)?(?:approximately|approx\.?|about|roughly|around)(?![A-Za-z]) ?(\})? ?", re.IGNORECASE
+)
+_HALF_LINES = {  # of the real numbers, by the notation after \\R, and in words
+    "^+": (True, False),
+    "_{>0}": (True, False),
+    "_{\\geq 0}": (True, True),
+    "^-": (False, False),
+    "_{<0}": (False, False),
+    "_{\\leq 0}": (False, True),
+}
+_SIGNED = {
+    "positive": (True, False),
+    "nonnegative": (True, True),
+    "negative": (False, False),
+    "nonpositive": (False, True),
+}
+_SIGNED_WORDS = re.compile(r"(?:all |any )?(positive|nonnegative|negative|nonpositive) (?:reals|real numbers)")
 _ORDINAL = re.compile(r"^(\d+) ?(?:\^ ?\{? ?)?(?:\\text ?\{ ?)?(?:st|nd|rd|th) ?\}? ?\}?$")
 _REVERSED = re.compile(r"^\]|\[$|\\(?:cup|in) ?\]")
 _BRACKETS = re.compile(r"([\[\]])([^\[\],;]*[,;][^\[\]]*)([\[\]])")
 _PERIOD = re.compile(r"(?<![\d.])(\d+\.\d*)\((\d+)\)$")  # 0.1(6)
+_DOTS = re.compile(
+    r"(?<![\d.])(\d{1,40}\.\d{0,40}?)(?:(\d)\2{2,40}|(\d{2,6}?)\3{1,20}) ?\\ldots ?(?=$|\\?%$)"
+)  # 0.1666..., 0.1212...
+
+
+_SET = re.compile(r"^(\\\{[^|:]*?) ?\|([^|]*\\\})$")  # such that: a bar or a colon
 
 
 def read(text: str, decimal_comma: bool = False) -> Value:
@@ -51,7 +85,14 @@ def _read(text: str, decimal_comma: bool) -> Value:
     if _REVERSED.search(plain):  # ]1, 2[ is (1, 2)
         plain = _BRACKETS.sub(lambda match: f"{'[('[match[1] == ']']}{match[2]}{'])'[match[3] == '[']}", plain)
     plain = _PERIOD.sub(r"\1\\overline {\2}", plain)
-    plain = re.sub(r"(?<![\d,.])\d{1,3}(?: \d{3})+(?![\d,.]|/)", lambda match: match[0].replace(" ", ""), plain)
+    plain = _DOTS.sub(lambda match: f"{match[1]}\\overline {{{match[2] or match[3]}}}", plain)
+    plain = without_clause(_SET.sub(r"\1:\2", plain))
+    plain = _MINUS.sub(lambda match: f"{'' if match[2] else match[1] or ''}-", plain)
+    plain = _ABOUT.sub(lambda match: match[1] if match[1] and not match[2] else "", plain)
+    plain = _EXCEPT.sub(r"\\R \\setminus \\{\1\\}", plain)
+    plain = re.sub(
+        r"(?<![\d,._^])(?<!frac )\d{1,3}(?: \d{3})+(?![\d,.]|/)", lambda match: match[0].replace(" ", ""), plain
+    )
     plain = re.sub(r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d./])", r"\1\\frac{\2}{\3}", plain)  # 1 1/2
     try:
         tokens = tokens_of(plain)
@@ -84,6 +125,15 @@ def _value(text: Part, depth: int) -> Value:
             return EMPTY
         if _REALS.fullmatch(words):
             return REALS
+        if _INTEGERS.fullmatch(words):
+            return Words("\\Z")
+        if infinite := _INFINITY.fullmatch(words):
+            endless = Node("const", "oo")
+            return Quantity(Node("neg", "", (endless,)) if infinite[1] in ("negative ", "minus ") else endless, words)
+        if signed := _SIGNED_WORDS.fullmatch(words):
+            return _half_line(*_SIGNED[signed[1]])
+        if words != text.text.strip() and re.match(r"(?:an?|the) [a-z]{3,}$", text.text.strip(), re.IGNORECASE):
+            return Words(words)
         number = number_in_words(words)
         if number is not None and (unit := unit_of([Token("text", number[1])])) is not None:
             return Quantity(number_node(number[0]), words, unit)
@@ -92,11 +142,14 @@ def _value(text: Part, depth: int) -> Value:
             return EMPTY
         if text.tokens[0].text == "R":
             return REALS
+    if text.text.startswith("\\R") and (side := _HALF_LINES.get(text.text[2:].replace(" {", "{").strip())):
+        return _half_line(*side)
     number_in_base = based(text.text)
     if number_in_base is not None:
         return number_in_base
     return (
         in_time(text)
+        or compound(text)
         or union(text, depth, _value)
         or listed(text, depth, _value)
         or difference(text, depth, _value)
@@ -110,6 +163,11 @@ def _value(text: Part, depth: int) -> Value:
         or quantity(text)
         or _opaque(text)
     )
+
+
+def _half_line(positive: bool, closed: bool) -> Region:
+    zero = Node("num", Fraction(0))
+    return Region((interval(zero, None, closed, False) if positive else interval(None, zero, False, closed),))
 
 
 def _plus_minus(text: Part, depth: int) -> Value | None:
@@ -161,6 +219,9 @@ def _bracketed(text: Part, depth: int) -> Value | None:
         return _value(inner, depth + 1)
     if first.text == "\\{" and (built := _set_builder(inner, depth)):
         return built
+    such_that = inner.split(lambda t: t.text in (":", "|"))[0]
+    if first.text == "\\{" and len(such_that) > 1 and len(such_that[0]) > 1:
+        return Words(words_of(text.text))
     items = listed(inner, depth + 1, _value, bracketed=True)
     if isinstance(items, Group):
         return Group(_spread(items.items) if pair == "{}" else items.items, pair)
@@ -182,11 +243,11 @@ def _spread(items: tuple[Value, ...]) -> tuple[Value, ...]:
 def _set_builder(inner: Part, depth: int) -> Value | None:
     """`\\{ x | x > 3 \\}`, `\\{ x \\in \\R : x > 3 \\}`."""
     parts, separators = inner.split(lambda t: t.kind == "op" and t.text in ("|", ":", "\\|"))
-    if len(separators) != 1:
+    if not separators:
         return None
-    head = parts[0].tokens
+    head, condition = parts[0].tokens, inner[len(parts[0]) + 1 : len(inner)]
     plain = len(head) == 1 or (len(head) == 3 and (head[1].text, head[2].text) == ("in", "R"))
-    value = _value(parts[1], depth + 1) if plain else None
+    value = _value(condition, depth + 1) if plain else None
     return value if isinstance(value, Region) and value.name == head[0].text else None
 
 

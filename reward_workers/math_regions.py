@@ -52,8 +52,15 @@ def region_of(value: Value) -> Region | None:
 
 def without(region: Region, points: Sequence[Node]) -> Region | None:
     """A region without single points; None where it can't be told where they lie."""
-    for point in points:
-        cut = common([region, Region((Interval(None, point), Interval(point, None)))])
+    return less(region, [Interval(point, point, True, True) for point in points])
+
+
+def less(region: Region, holes: Sequence[Interval]) -> Region | None:
+    """What is left of a region without some intervals; None where it can't be told where they lie."""
+    for hole in holes:
+        below = () if hole.low is None else (Interval(None, hole.low, False, not hole.low_closed),)
+        above = () if hole.high is None else (Interval(hole.high, None, not hole.high_closed, False),)
+        cut = common([region, Region((*below, *above))])
         if cut is None:
             return None
         region = Region(cut.intervals, region.name)

@@ -99,10 +99,15 @@ def _equation(parts: list[Part], depth: int, read: Read) -> Value | None:
             return None
         if name is not None:
             return Assignment(name, left, value)
-        return value
-    if len(parts) == 2 and last is not None:
-        return Relation("=", left, last, value if isinstance(value, Quantity) else None)
-    return None
+        if function is not None and len(parts) == 2:
+            return Assignment(words_of(parts[0].text), left, value)  # f(1) = 0 is not f(x) = 0
+        # `42 = 6 * 7` states 42
+        return (
+            Quantity(left, parts[0].text) if left.kind == "num" and last is not None and last.kind != "num" else value
+        )
+    if last is None or any(equal(node, last) is False for node in nodes if not symbols_of(node)):
+        return None
+    return Relation("=", left, last, value if isinstance(value, Quantity) else None)
 
 
 def _function_of(text: Part) -> Node | None:

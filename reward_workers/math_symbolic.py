@@ -25,6 +25,7 @@ from typing import Any
 
 from reward_workers.math_notation import FUNCTIONS
 from reward_workers.math_syntax import Node, walk
+from reward_workers.math_values import symbols_of
 from reward_workers.process import ProcessStartError
 from reward_workers.reward import RewardFunction, RewardSet, Status
 from reward_workers.worker import RewardWorker
@@ -234,6 +235,7 @@ def _to_sympy(node: Node, is_real: bool) -> Any:
     functions = {"abs": "Abs", "ln": "log", "max": "Max", "min": "Min", "binom": "binomial", "ceil": "ceiling"}
     if name.startswith("arc"):
         return getattr(sympy, f"a{name[3:]}")(*args)
-    if name not in FUNCTIONS | {"factorial", "binom"}:
+    # Of symbols sympy knows the greatest common divisor of polynomials only: that of m and n is 1 there.
+    if name not in FUNCTIONS | {"factorial", "binom"} or (name in ("gcd", "lcm") and symbols_of(node)):
         raise KeyError(name)
     return getattr(sympy, functions.get(name, name))(*args)

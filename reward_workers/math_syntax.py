@@ -68,6 +68,7 @@ class _Parser:
         self.at = 0
         self.nodes = 0
         self.letters: list[str] = []  # what is left of a word that is read letter by letter
+        self.bars = 0  # absolute values that are open
 
     def peek(self) -> Token | None:
         return self.tokens[self.at] if self.at < len(self.tokens) else None
@@ -169,7 +170,8 @@ class _Parser:
                 "rfloor",
                 "rceil",
             )
-        return token.kind in ("num", "word") or (token.kind == "op" and token.text in ("(", "[", "{"))
+        opening = ("(", "[", "{") if self.bars else ("(", "[", "{", "|")
+        return token.kind in ("num", "word") or (token.kind == "op" and token.text in opening)
 
     def power(self, depth: int) -> Node:
         base = self.factor(depth)
@@ -252,8 +254,10 @@ class _Parser:
                 self.at -= 1
                 return self.group(depth)
             if token.text == "|":
+                self.bars += 1
                 inner = self.sum(depth + 1)
                 self.expect("|")
+                self.bars -= 1
                 return self.node("fn", "abs", inner)
             raise NotMathError(f"can't read {token.text!r}")
         if token.kind == "word":
@@ -288,7 +292,7 @@ class _Parser:
     def word(self, text: str, depth: int) -> Node:
         if text in FUNCTIONS or text in CONSTANTS or text in GREEK:
             return self.command(text, depth)
-        if not _PRODUCT.fullmatch(text) or text.lower() in _NOT_PRODUCTS:
+        if not _PRODUCT.fullmatch(text) or (text.lower() in _NOT_PRODUCTS and not self.is_op("^")):
             raise NotMathError(f"the word {text!r}")
         if len(text) == 1 and text in "fghFGPpQq":
             ahead = self.at

@@ -55,8 +55,7 @@ _SPELLINGS = {
     "pa": "Pa pascal pascals",
     "k": "K kelvin kelvins",
     "mol": "mol mole moles",
-    "mph": "mph",
-    "kph": "kph kmh",
+    "coulomb": "C coulomb coulombs",
     "unit": "unit units",
 }
 _NAMES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
@@ -64,17 +63,27 @@ _STOP = word_set(
     "is are was were be or and not no maybe perhaps possibly if when where for then so but either "
     "because since thus hence equals than to through until versus vs mod modulo plus minus of out by"
 )
+_SPEEDS = {"mph": "mi h^-1", "kph": "km h^-1", "kmh": "km h^-1"}
+_SCALES = {"c": "C", "celsius": "C", "centigrade": "C", "f": "F", "fahrenheit": "F"}  # of temperatures
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
 MAX_WORDS = 5
 
 
 def is_unit(word: str) -> bool:
     """Whether a word is a unit that is known by name."""
-    return word in _NAMES or (word.lower() in _NAMES and len(word) > 2) or word.lower() in _POWERS
+    lower = word.lower()
+    return word in _NAMES or (lower in _NAMES and len(word) > 2) or lower in _POWERS or lower in _SPEEDS
+
+
+def unit_of_symbol(name: str) -> str | None:
+    """The unit that a lone letter stands for, `m`; None if it is none."""
+    return _NAMES.get(name) if len(name) == 1 else None
 
 
 def unit_of(tokens: Sequence[Token]) -> str | None:
-    """The one name of a unit phrase, `square metres` or `m^2`; empty for `units`; None if it is no unit phrase."""
+    """The one name of a unit phrase, `m^2` for `square metres`, `m s^-1` for `m/s`; empty for `units`; None if it is no unit
+    phrase.
+    """
     words: list[str] = []
     for token in tokens:
         if token.kind == "text":
@@ -85,20 +94,25 @@ def unit_of(tokens: Sequence[Token]) -> str | None:
     power = ""
     for place, word in enumerate(words):
         lower = word.lower()
-        if word in ("^", "*", ",", "(", ")") or (word in ("cdot", "C", "F") and parts[-1:] == ["deg"]):
-            if word in ("C", "F"):
-                parts[-1] += word
+        if parts[-1:] == ["deg"] and lower in _SCALES:
+            parts[-1] += _SCALES[lower]
+        elif word in ("^", "*", ",", "(", ")", "cdot"):
+            continue
         elif lower in ("/", "per"):
             parts.append("/")
+        elif lower in _SPEEDS:
+            parts += _SPEEDS[lower].split()
         elif lower in _POWERS:
             if lower.endswith("ed") and parts:
                 parts[-1] += _POWERS[lower]
             else:
                 power = _POWERS[lower]
-        elif word.isdigit() or (word == "-" and parts):
-            if not parts or len(word) > 1 or parts[-1] == "%" or (parts[-1] == "in" and words[place - 1] != "^"):
+        elif word.isdigit():
+            sign = "-" if words[max(0, place - 2) : place] == ["^", "-"] else ""
+            raised = sign or words[place - 1 : place] == ["^"]
+            if not parts or len(word) > 1 or parts[-1] == "%" or (parts[-1] == "in" and not raised):
                 return None  # `1 in 6` is no unit
-            parts[-1] += f"^{word}" if word != "1" else ""
+            parts[-1] += f"^{sign}{word}" if sign or word != "1" else ""
         elif lower in _STOP or not re.fullmatch(r"[A-Za-z]+|\\?%|[€£¥₹¢'.-]", word):
             return None
         elif word in ("'", "-", "."):
@@ -109,11 +123,11 @@ def unit_of(tokens: Sequence[Token]) -> str | None:
             power = ""
     if len(parts) > MAX_WORDS:
         return None
-    return re.sub(r"^unit(\^\d)?$", "", " ".join(parts))
+    divided = [f"{part}^-1" if "^" not in part else part.replace("^", "^-") for part in parts]
+    named = [divided[i] if parts[i - 1 : i] == ["/"] else part for i, part in enumerate(parts) if part != "/"]
+    return re.sub(r"^unit(\^\d)?$", "", " ".join(named))
 
 
 def known(unit: str) -> bool:
     """Whether every part of a unit's name is a unit known by name."""
-    return all(
-        part == "/" or re.sub(r"\^.*", "", part) in _SPELLINGS or part.startswith("deg") for part in unit.split()
-    )
+    return all(re.sub(r"\^.*", "", part) in _SPELLINGS or part.startswith("deg") for part in unit.split())

@@ -17,7 +17,7 @@ _SMALL = re.findall(
 )
 _TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninety")
 _NUMBERS = {name: i for i, name in enumerate(_SMALL)} | {name: 10 * i for i, name in enumerate(_TENS, 2)}
-_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _PARTS = {
     "half": 2,
     "halve": 2,
@@ -30,7 +30,7 @@ _PARTS = {
     "eighth": 8,
 }
 _PARTS |= {"ninth": 9, "tenth": 10}
-_NO_NOUN = _SCALES.keys() | word_set(
+_NO_NOUN = SCALES.keys() | word_set(
     "hundred of or and another more less fewer other others is are than to by plus minus point over squared cubed "
     "factorial half halves"
 )
@@ -68,8 +68,8 @@ def _whole(words: list[str]) -> tuple[Fraction, int]:
             group, last = group + value, 10 if value >= 20 else 1
         elif word == "hundred" and 0 < group < 10:
             group, last = group * 100, 100
-        elif word in _SCALES and group and _SCALES[word] < may_follow:
-            total, group, last, may_follow = total + group * _SCALES[word], 0, 100, _SCALES[word]
+        elif word in SCALES and group and SCALES[word] < may_follow:
+            total, group, last, may_follow = total + group * SCALES[word], 0, 100, SCALES[word]
         elif word == "and" and used and last == 100 and words[used + 1 : used + 2] and words[used + 1] in _NUMBERS:
             pass
         else:

@@ -119,7 +119,10 @@ def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
 
 def _listed(tools: Any) -> list[Any]:
     """Raises ValueError unless it is a list of tool dicts, or the JSON text of one."""
-    listed = strict_json.loads(tools) if isinstance(tools, str) else tools
+    try:
+        listed = strict_json.loads(tools) if isinstance(tools, str) else tools
+    except StrictJsonError as error:
+        raise ValueError(f"tools: text that is not JSON: {error}") from error
     if not isinstance(listed, list | tuple):
         raise ValueError(f"tools: expected a list of tool dicts, got {type(tools).__name__}")
     return list(listed)

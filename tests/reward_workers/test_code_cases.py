@@ -412,6 +412,7 @@ class TestExtraction:
             ("1. This:\n   ```python\n   def f():\n       pass\n   ```", "def f():\n    pass"),
             ("Use ```inline``` code.\n```python\nx\n```", "x"),
             ("```python\n```", ""),
+            ("```python\n\ufeffx = 1\n```", "x = 1"),
         ],
     )
     def test_policy(self, completion: str, program: str | None) -> None:

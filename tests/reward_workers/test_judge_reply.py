@@ -83,6 +83,9 @@ class TestScores:
             json.dumps({"Scores": [{"ID": e["id"], "Score": e["score"]} for e in WHOLE]}),
             json.dumps([{**e, "grade": "B", "rating": e["score"]} for e in WHOLE]),
             f"<think>a</think>\n<think>b {listed(*WHOLE[::-1][:1])}</think>{listed(*WHOLE)}",
+            f"draft {listed(*WHOLE[:2])}</think>{listed(*WHOLE)}",  # the prompt began the thought
+            f"First: <think>{listed(*WHOLE[:2])}</think>{listed(*WHOLE)}",
+            json.dumps([{**e, "explanation": "it wrote </think> twice"} for e in WHOLE]),
             listed(*WHOLE) + ' The form was {"scores": [{"id": "...", "score": 0.5}]}',
         ],
     )
@@ -96,6 +99,7 @@ class TestScores:
             ("I would say 0.5", "no JSON"),
             (listed(*WHOLE)[:-8], "missing|expected"),
             ("<think>" + listed(*WHOLE), "no JSON"),
+            (listed(*WHOLE[:2]) + "<think>" + listed(*WHOLE), "no JSON"),
             (listed(), "0 scores for 3"),
             # Case c11: which of two answers counts would be a guess.
             (listed(*WHOLE) + listed(*({**e, "score": 1} for e in WHOLE)), "several answers that differ"),

@@ -264,6 +264,12 @@ HOSTILE = {
     "italics": "_a_" * 100_000,
     "sentence": "<answer>" + "She " * 100_000 + "has 7</answer>",
     "Chinese": "答案是" * 100_000,
+    "Spanish": "respuesta " * 100_000,
+    "denials": "not " * 250_000 + "6",
+    "spaces in a box": "\\boxed{6" + " " * 9_990 + "x}",
+    "endless digits": "\\boxed{0." + "12" * 4_990 + "}",
+    "clauses": "\\boxed{n" + r", k \in" * 1_400 + "}",
+    "bars": "\\boxed{" + "|" * 9_000 + "}",
 }
 
 
@@ -419,6 +425,8 @@ class TestOptions:
             ({"timeout_s": 0}, ValueError),
             ({"require_mark": "yes"}, TypeError),
             ({"choices": "ABC"}, TypeError),
+            ({"prompt": 5}, TypeError),
+            ({"prompt": ["What?"]}, TypeError),
             ({"free_constants": [1]}, TypeError),
         ],
     )

@@ -124,7 +124,7 @@ class TestGrade:
     @pytest.mark.parametrize(
         ("tools", "why"),
         [
-            ("[", "the text ends"),
+            ("[", "tools: text that is not JSON.*the text ends"),
             ({}, "expected a list of tool dicts"),
             ([{"name": "shell"}], "expected {'type': 'function'"),
             ([tool("a"), tool("a")], "two of the name 'a'"),
