@@ -4,7 +4,8 @@
     {"kind": "stdio", "cases": [{"stdin": "3\\n", "expected_stdout": "9\\n"}]}
     {"kind": "asserts", "asserts": ["assert solve(3) == 9"], "setup": "import math", "entry_point": "solve"}
 
-`entry_point` may be dotted (`Solution.solve`); a method `solve` of a class `Solution` is found as `solve`, too. In asserts
+`entry_point` may be dotted (`Solution.solve`); a method `solve` of a class `Solution` is found as `solve`, too, and a program with
+such a class finds what LeetCode has imported for it (`List`, `defaultdict`, `heapq`, `inf`…). In asserts
 `setup` (run once, before them) and `entry_point` may be left out. A column of text is read as JSON; keys that are null count
 as absent, since table formats add them.
 """

@@ -12,8 +12,10 @@ what that gave, or a further question, comes in then.
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import gc
+import importlib
 import os
 import sys
 import threading
@@ -25,6 +27,8 @@ from typing import Any
 from reward_workers.sandbox import wire
 from reward_workers.sandbox.values import as_plain, as_standard, describe, exception, make_standard
 
+# LeetCode's programs, a class `Solution` with annotations like List[int], are written for a file that has imported these.
+STARTER_MODULES = "string re datetime collections heapq bisect copy math random itertools functools operator typing"
 _NO_MEMORY = b""  # an empty payload: nothing may need to be allocated
 
 
@@ -47,6 +51,16 @@ def open_streams() -> None:
         os.dup2(source, target)
     for descriptor in (*kept, stdin, read, write):
         os.close(descriptor)
+
+
+def starter_builtins() -> dict[str, Any]:
+    """Python's own names, and behind them the starter modules and theirs: what a program finds that it does not define itself."""
+    names: dict[str, Any] = {}
+    for name in STARTER_MODULES.split():
+        module = importlib.import_module(name)
+        public = getattr(module, "__all__", None) or [each for each in vars(module) if not each.startswith("_")]
+        names |= {each: getattr(module, each) for each in public}
+    return names | {name: sys.modules[name] for name in STARTER_MODULES.split()} | vars(builtins)
 
 
 class Candidate:
@@ -109,6 +123,8 @@ class Candidate:
         asked = wire.decode(payload, build=True, resolve=self._resolve, make=self._make)
         if kind == wire.LOAD:
             sys.modules["solution"] = self._module  # dataclasses and pickle look it up
+            if "class Solution" in asked:
+                self._module.__dict__["__builtins__"] = starter_builtins()
             exec(compile(asked, "<solution>", "exec", dont_inherit=True), self._module.__dict__)
             return wire.encode(None)
         if kind == wire.GET:

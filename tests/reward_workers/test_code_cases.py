@@ -261,6 +261,25 @@ class TestKinds:
         assert grade_code(program, SQUARES).value == 1
         assert grade_code(program, {**SQUARES, "entry_point": "Solution.solve"}).value == 1
 
+    @pytest.mark.parametrize(
+        "body",
+        [
+            "def solve(self, n: List[int]) -> Optional[int]:\n        return defaultdict(lambda: inf, {n: n * n})[n]",
+            "def solve(self, n):\n        return sorted([math.prod([n, n]), pow(n, 2, 10**9)])[0]",
+            "def solve(self, n):\n        return reduce(lambda a, b: a * b, [n] * 2)\n    def reduce(self, n): return -1",
+        ],
+    )
+    def test_a_solution_finds_what_leetcode_has_imported(self, body: str) -> None:
+        program = f"class Solution:\n    {body}"
+        assert grade_code(program, SQUARES).value == 1
+        assert grade_code(program.replace("Solution", "Answer"), {**SQUARES, "entry_point": "Answer.solve"}).value == 0
+
+    def test_the_names_of_a_program_come_before_those_of_the_starter_s(self) -> None:
+        program = "def sqrt(n): return n * n\nclass Solution:\n    def solve(self, n): return sqrt(n)"
+        assert grade_code(program, SQUARES).value == 1
+        method = "class Solution:\n    def reduce(self, n): return n * n"  # is no function of functools
+        assert grade_code(method, {**SQUARES, "entry_point": "reduce"}).value == 1
+
     def test_a_call_does_not_see_the_arguments_of_later_ones(self) -> None:
         spy = (
             "import gc\nlater = str(int('777') * 10 + 1)\n"
