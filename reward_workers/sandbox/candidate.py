@@ -11,6 +11,7 @@ what that gave, or a further question, comes in then.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import builtins
 import contextlib
@@ -19,6 +20,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable
@@ -61,6 +63,20 @@ def starter_builtins() -> dict[str, Any]:
         public = getattr(module, "__all__", None) or [each for each in vars(module) if not each.startswith("_")]
         names |= {each: getattr(module, each) for each in public}
     return names | {name: sys.modules[name] for name in STARTER_MODULES.split()} | vars(builtins)
+
+
+def patient_threads() -> None:
+    """A thread that was joined may hold its stack for an instant more, and there may be no room for a second one as large."""
+
+    def start(*arguments: Any) -> int:
+        for pause_s in (0.001, 0.01, 0.05):
+            try:
+                return _thread.start_new_thread(*arguments)
+            except RuntimeError:
+                time.sleep(pause_s)
+        return _thread.start_new_thread(*arguments)
+
+    threading._start_new_thread = start  # type: ignore[attr-defined]
 
 
 class Candidate:

@@ -80,6 +80,7 @@ def main() -> None:
     sys.path[:] = options["path"]
     site.setquit()  # exit() and quit(), which scripts call
     candidate.open_streams()
+    candidate.patient_threads()
     atexit._clear()  # what the modules above registered is not a program's
     _Zygote(line, host_alive, layers, options["libraries"]).serve()
 
