@@ -215,7 +215,10 @@ def batch_normalised(weights: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def effective_sample_size(weights: Tensor, response_mask: Tensor) -> Tensor:
-    """(sum w)^2 / sum w^2 over the masked tokens, a scalar between 1 and their number; 0 where no weight is above 0."""
+    """(sum w)^2 / sum w^2 over the masked tokens, between 1 and their number; 0 where all weights are 0, NaN where one is.
+
+    A scalar.
+    """
     require_same_shape(weights=weights, response_mask=response_mask)
     kept = wide(weights).detach()[response_mask.bool()]
     shares = kept / torch.where(kept.sum() == 0, 1.0, kept.sum())  # no square of them overflows

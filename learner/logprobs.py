@@ -128,10 +128,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def logit_transform(model_config: Any) -> LogitTransform:
     """What a Hugging Face model applies to its head's output, read from its configuration."""
-    # Gemma, RecurrentGemma, xLSTM
-    softcap = _first(model_config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    softcap = _first(model_config, "final_logit_softcapping", "logits_soft_cap")  # Gemma, RecurrentGemma
     multiplier = _first(model_config, "logit_scale", "lm_head_multiplier")  # Cohere, Falcon-H1
-    divisor = _first(model_config, "logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
+    divisor = getattr(model_config, "logits_scaling", None)  # Granite
     if getattr(model_config, "model_type", None) == "hyperclovax":  # Granite's name for what it multiplies by
         multiplier, divisor = divisor, None
 

@@ -75,9 +75,10 @@ class LearnerGroup:
     async def start(self) -> int:
         """Form the process group and load the model on every rank; the number of trainable parameters."""
         rendezvous = await self._one(0, self._ranks[0].address.remote(), self._start_timeout_s)
-        counts = await self._all([r.start.remote(rendezvous) for r in self._ranks], self._start_timeout_s)
+        starting = [self._all([r.start.remote(rendezvous) for r in self._ranks], self._start_timeout_s)]
         if self.reference is not None:
-            await self.reference.start()
+            starting.append(self.reference.start())
+        counts, *_ = await asyncio.gather(*starting)
         return counts[0]
 
     async def learn(

@@ -28,9 +28,9 @@ class ReferenceGroup:
         """All memory of the smallest actor's GPU, or of its machine; before `start` as well."""
         return min(await self._all([actor.device_bytes.remote() for actor in self._actors]))
 
-    async def start(self) -> None:
+    async def start(self) -> list[Any]:
         """Have every actor load its model."""
-        await self._all([actor.load.remote() for actor in self._actors])
+        return await self._all([actor.load.remote() for actor in self._actors])
 
     async def _all(self, answers: list[Any]) -> list[Any]:
         waits = (answer_of(_name(number), answer, self._start_timeout_s) for number, answer in enumerate(answers))

@@ -69,7 +69,7 @@ class LearnerState:
         """
         with safe_open(folder / FOLDER / STATE, "pt") as file:
             optimizer_step = int(file.metadata()["optimizer_step"])
-            torch.set_rng_state(file.get_tensor("torch_rng"))
+            random_state = file.get_tensor("torch_rng")
         written = _Written(folder / FOLDER)
         written.check({name: full_shape(parameter) for name, parameter in trainable(self._policy)})
         for part in self._parts():
@@ -83,6 +83,7 @@ class LearnerState:
             for (name, _), values in zip(trainable(self._policy), local_values(self._policy), strict=True):
                 values.copy_(written.read("master", name, 0, values.numel()).view_as(values))
         drop_gathered(self._policy, zero_stage=self._zero_stage)
+        torch.set_rng_state(random_state)
         return optimizer_step
 
     def _parts(self) -> Iterator[Part]:
@@ -114,15 +115,15 @@ class _Written:
     """The part files of all ranks as one."""
 
     def __init__(self, folder: Path) -> None:
-        self._parts: dict[str, list[tuple[int, int, Any]]] = collections.defaultdict(list)  # start, length, file
+        self._parts: dict[str, list[tuple[int, int, Path]]] = collections.defaultdict(list)  # start, length, file
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._folder = folder
         for path in sorted(folder.glob("part-*.safetensors")):
-            file = safe_open(path, "pt")
-            for name, about in json.loads(file.metadata()["parts"]).items():
-                [length] = file.get_slice(f"master|{name}").get_shape()
-                self._parts[name].append((about["start"], length, file))
-                self._shapes[name] = tuple(about["shape"])
+            with safe_open(path, "pt") as file:
+                for name, about in json.loads(file.metadata()["parts"]).items():
+                    [length] = file.get_slice(f"master|{name}").get_shape()
+                    self._parts[name].append((about["start"], length, path))
+                    self._shapes[name] = tuple(about["shape"])
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises ValueError unless these are the parameters."""
@@ -137,10 +138,11 @@ class _Written:
         """Elements of a flattened parameter, float32 [length]. Raises ValueError where no file has them."""
         found = torch.empty(length)
         missing = length
-        for at, its_length, file in self._parts[name]:
+        for at, its_length, path in self._parts[name]:
             first, last = max(start, at), min(start + length, at + its_length)
             if first < last:
-                found[first - start : last - start] = file.get_slice(f"{kind}|{name}")[first - at : last - at]
+                with safe_open(path, "pt") as file:  # not all at once: there may be a thousand
+                    found[first - start : last - start] = file.get_slice(f"{kind}|{name}")[first - at : last - at]
                 missing -= last - first
         if missing:
             raise ValueError(f"{self._folder} lacks {missing} of {length} elements of {name} from {start} on")

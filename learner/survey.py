@@ -112,9 +112,9 @@ class Survey:
             returns[place] = of_tokens.to(mask.device), mask
         if not returns:  # no answer of the batch is left in the loss
             return {}
-        mean, variance = mean_and_variance(
-            [values[mask] for values, mask in returns.values()], std=r.std, total=self._total
-        )
+        # What is not finite, as where a reference gave NaN, spoils its own update alone: that is left out, and names the answer.
+        known = [values[mask & values.isfinite()] for values, mask in returns.values()]
+        mean, variance = mean_and_variance(known, std=r.std, total=self._total)
         return {
             place: whiten_by(values, mask, mean, variance, eps=r.eps).float()
             for place, (values, mask) in returns.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,4 +20,5 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapp
         save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, dict(metadata))
     except SafetensorError as error:  # which is no OSError, whatever the system said
         raise OSError(f"{path} could not be written: {error}") from error
-    path.chmod(path.parent.stat().st_mode & 0o666)  # it is made for its owner alone
+    with contextlib.suppress(PermissionError):  # on mounts that have rights of their own
+        path.chmod(path.parent.stat().st_mode & 0o666)  # it is made for its owner alone

@@ -263,17 +263,18 @@ def _check_proximal(config: AlgorithmConfig) -> None:
         raise ConfigError(
             f"algorithm.correction={config.correction} drops tokens, and algorithm.loss={config.loss} is one loss for the whole "
             "answer, in which each token's gradient stays whatever is dropped; expected a loss of tokens, such as ppo_clip or "
-            "gspo_token, or a correction of whole answers, such as geometric_mask or sequence_mask"
+            "gspo_token, or a mask of whole answers: geometric_mask or sequence_k3_mask"
         )
     if config.proximal != "behaviour" or config.correction is None or config.correction in corrections.MASKS:
         return
     others = losses.FIXED_PROXIMAL.get(config.loss, ("recompute", "interpolate"))
     others = tuple(name for name in others if name != "behaviour")
     remedy = f"algorithm.proximal={' or '.join(others)}, or " if others else ""
+    masks = corrections.MASKS - (corrections.DROP_TOKENS if config.loss in losses.WHOLE_ROWS else frozenset())
     raise ConfigError(
         f"algorithm.correction={config.correction}: with algorithm.proximal=behaviour the policy ratio already is against the "
         f"engine's logprobs, and an importance weight would count the mismatch twice; set {remedy}one of the masks "
-        f"{', '.join(sorted(corrections.MASKS))}, or no correction"
+        f"{', '.join(sorted(masks))}, or no correction"
     )
 
 

@@ -147,11 +147,13 @@ class Cluster:
         return starting
 
     async def _start_learner(self, learner: LearnerGroup) -> None:
-        """Raises ConfigError, before anything is loaded, where a device is too small."""
-        shape = await asyncio.to_thread(ModelShape.of, self._prepared.model_path)
+        """Raises ConfigError, before the learner loads anything, where a device is too small."""
+        shape, there_bytes = await asyncio.gather(
+            asyncio.to_thread(ModelShape.of, self._prepared.model_path), learner.device_bytes()
+        )
         device = "GPU" if self.placement.device == "gpu" else "machine"
         estimate = learner_memory(shape, self._prepared.config)
-        check_memory(estimate, await learner.device_bytes(), device)
+        check_memory(estimate, there_bytes, device)
         if learner.reference is not None:
             its_estimate = reference_memory(shape, self._prepared.config)
             check_memory(its_estimate, await learner.reference.device_bytes(), device)

@@ -275,7 +275,7 @@ def stored_tally(config: Config, recorded: RecordedBatch) -> Tally:
     # One rank does it all here: sums over the ranks are its own.
     plan = plan_of(dataclasses.replace(config, learner=dataclasses.replace(config.learner, ranks=1)), recorded)
     [of_rank] = plan.ranks
-    composed = objective(config.algorithm).with_coefficients(coefficients_of(config, recorded))
+    composed = objective(config.algorithm)
     composed = dataclasses.replace(
         composed, kl=None, selection=None, returns=None if composed.needs_reference else composed.returns
     )
@@ -304,7 +304,7 @@ def stored_tally(config: Config, recorded: RecordedBatch) -> Tally:
             batch = survey.batch(place)
             logprobs, entropy = forward(batch)
             _, counted = micro_batch_loss(
-                composed,
+                survey.objective,
                 batch,
                 logprobs,
                 entropy,

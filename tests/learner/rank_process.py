@@ -145,6 +145,8 @@ def main(number: int, ranks: int, rendezvous: str, job: dict[str, Any]) -> None:
     found["logprobs_before"] = rank.logprobs(TEXTS)
     found["report"], found["first_logprobs"] = learn()
     found["weights"] = weights()
+    if job["resume"]:
+        rank.save(str(folder / "checkpoint"))
     if job["on_policy"] or job["resume"]:
         torch.save(found, folder / f"rank-{number}.pt")
         return

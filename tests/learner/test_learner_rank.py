@@ -6,6 +6,7 @@ For each kind of job the fixture `ran` starts `rank_process.py` once per rank; t
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from learner_data import VERSION, Payloads, tokens_by_staleness
 from plain_reference import frozen_distributions, reference_gradients
 from rank_jobs import run_processes
+from safetensors import safe_open
 
 from learner import mismatch
 from learner.batch import Row
@@ -286,6 +288,17 @@ def test_a_loaded_checkpoint_goes_on_to_the_same_next_steps_bit_by_bit(ran: Ran)
     check_that_steps_repeat_from_the_checkpoint(ran.ranks, steps=len(ran.norms))
 
 
+def masters_in(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The float32 master weights that all ranks saved, flattened, by their names in the model."""
+    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for path in (checkpoint / "learner").glob("part-*"):
+        with safe_open(path, "pt") as file:
+            for name, about in json.loads(file.metadata()["parts"]).items():
+                values = file.get_tensor(f"master|{name}")
+                parts.setdefault(name.removeprefix("model."), []).append((about["start"], values))
+    return {name: torch.cat([values for _, values in sorted(of_it)]) for name, of_it in parts.items()}
+
+
 @pytest.mark.engine
 def test_other_ranks_and_stages_go_on_from_a_checkpoint_as_its_own_do(wide_path: str, tmp_path: Path) -> None:
     """ZeRO stage, ranks and type of the writers and of those who go on; three ranks fill up their last shards."""
@@ -307,10 +320,11 @@ def test_other_ranks_and_stages_go_on_from_a_checkpoint_as_its_own_do(wide_path:
         expected = pytest.approx(found["next_report"].grad_norms, rel=TOLERANCE if exact else 0.05)
         assert resumed["report"].grad_norms == expected
         assert resumed["report"].learning_rates == found["next_report"].learning_rates
+        masters = masters_in(tmp_path / f"{other}-True" / "checkpoint")
         for name, tensor in found["next_weights"].items():
             moved = (found["weights"][name] - tensor).norm()
-            away = (resumed["weights"][name] - tensor).norm()
-            assert away <= (1e-3 * moved if exact else 2**-8 * tensor.norm()), f"{origin} to {other}: {name}"
+            away = (masters[name].view_as(tensor) - tensor).norm()
+            assert away <= (1e-3 if exact else 0.3) * moved, f"{origin} to {other}: {name}"
 
 
 @pytest.mark.engine

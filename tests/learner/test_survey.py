@@ -219,3 +219,25 @@ def test_a_batch_of_which_no_answer_is_left_has_no_returns() -> None:
     """algorithm.mask_truncated may leave out all of them."""
     survey = survey_of(Objective(losses.reinforce, returns=TokenReturns()), RankPlan((), 0, 0), {})
     survey.begin(0, 0)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_one_answer_s_reference_spoils_no_other_answer(bad: float) -> None:
+    """It reaches its own tokens, so that their update is skipped and names it."""
+    rows, payloads = batch_of((3, 1, 4), seed=11)
+    [plan] = plans_of([rows], ranks=1, max_tokens=10_000, share_prefixes=False)
+    spoiled = rows[0][1].group_id, rows[0][1].index
+
+    class Spoiled(Passes):
+        @staticmethod
+        def of_reference(batch: MicroBatchTensors) -> torch.Tensor:
+            there = torch.tensor([(row.group_id, row.index) == spoiled for row in batch.rows])
+            return torch.where(there[:, None], bad, made_up_logprobs(batch, 0.4))
+
+    objective = Objective(losses.reinforce, returns=TokenReturns(kl_coefficient=0.5))
+    found = by_answer(survey_of(objective, plan, payloads, Spoiled()), plan, "advantages")
+    for answer, advantages in found.items():
+        finite = torch.tensor(advantages).isfinite()
+        assert finite.all() if answer != spoiled else not finite.any(), answer
+    others = torch.cat([torch.tensor(values) for answer, values in found.items() if answer != spoiled])
+    assert others.unique().numel() > 3
