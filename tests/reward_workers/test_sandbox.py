@@ -400,7 +400,8 @@ PATHOLOGICAL = [
 
 @pytest.mark.alone
 @pytest.mark.timeout(900)
-def test_thousands_of_gradings_leave_nothing_behind() -> None:
+def test_a_thousand_gradings_leave_nothing_behind() -> None:
+    """More than a zygote serves before it is replaced; for twenty thousand see test_soak."""
     rng = random.Random(0)
     script = {"kind": "stdio", "cases": [{"stdin": "3\n", "expected_stdout": "9\n"}]}
     asserts = {"kind": "asserts", "asserts": ["assert solve(3) == 9", "assert solve(5) == 25"]}
@@ -421,7 +422,7 @@ def test_thousands_of_gradings_leave_nothing_behind() -> None:
     for number in range(300):
         grade(number)
     before = {name: measure() for name, measure in LEAKS.items()}
-    for number in range(300, 3300):
+    for number in range(300, 1500):
         grade(number)
     after = {name: measure() for name, measure in LEAKS.items()}
     assert after["descriptors"] <= before["descriptors"] + 4
