@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from orchestrator.checkpoint import Checkpoint, CheckpointStore
-from orchestrator.compose import literal, load
+from orchestrator.compose import flat, literal, load
 from orchestrator.config import Config, ConfigError, SourceConfig
 from orchestrator.console import Console
 from orchestrator.durable import whole_file, write_json
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Overrides = Sequence[str] | Mapping[str, Any]
+Overrides = Iterable[str] | Mapping[str, Any]
 
 TABLE_WIDTH = 140  # characters
 _NOTE = "Its traceback is in "
@@ -169,7 +169,7 @@ def _texts(overrides: Overrides) -> list[str]:
     """Overrides in Hydra's grammar."""
     if isinstance(overrides, Mapping):
         return [f"{key}={literal(value)}" for key, value in overrides.items()]
-    if isinstance(overrides, str) or not isinstance(overrides, Sequence):
+    if isinstance(overrides, str) or not isinstance(overrides, Iterable):
         raise ConfigError(
             f"overrides={overrides!r}: expected a list of texts, key=value, or a mapping of keys to values"
         )
@@ -213,7 +213,7 @@ def configured(model: str | None, data: Any, overrides: Overrides) -> Config:
         config.model.path = model
     if data is not None:
         config.data.train = source_of(data)
-        given = [text.lstrip("+") for text in texts]
+        given = [text.lstrip("+") for text in flat(texts)]
         # The default task's held-out set and its checker say nothing about someone else's data.
         if not any(text.startswith(("data.eval", "data=")) for text in given):
             config.data.eval = {}
@@ -247,8 +247,11 @@ async def _train(prepared: Prepared) -> RunResult:
     config = prepared.config
     folder = _run_folder(config)
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
-    checkpoint = to_resume(prepared, folder, store)
+    if not folder.exists():
+        to_resume(prepared, folder, store)  # one that must be there is missed before a folder is made
     with _owned(folder, f"run.name={folder.name}"), _log_file(folder / "logs" / "driver.log", config.logging.level):
+        # No other process is at work on them now, and what is said of them is in the log.
+        checkpoint = to_resume(prepared, folder, store)
         return await _train_in(folder, prepared, store, checkpoint)
 
 
@@ -358,8 +361,8 @@ async def _profile(prepared: Prepared, groups_per_batch: int) -> dict[str, Sourc
             "only %d prompts are in profile.band: fewer than sampling.groups_per_batch=%d", kept, groups_per_batch
         )
     logger.info("results: %s", folder)
-    if copies:
-        logger.info("to train on the prompts in the band:\n  headway train %s", shlex.quote(train_on(copies)))
+    if (override := train_on(copies)) is not None:
+        logger.info("to train on the prompts in the band:\n  headway train %s", shlex.quote(override))
     return copies
 
 

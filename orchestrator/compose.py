@@ -12,7 +12,7 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override, Sweep
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -36,7 +36,7 @@ _REFUSALS = (HydraException, OmegaConfBaseException, AssertionError)
 
 def load(overrides: Sequence[str] = (), check: Callable[[Config], None] = validate) -> Config:
     """Compose `conf/` with Hydra overrides, convert and check. Raises ConfigError naming the key."""
-    overrides = _flat(overrides)
+    overrides = flat(overrides)
     refuse_unknown(overrides)
     _store_schema()
     GlobalHydra.instance().clear()
@@ -59,7 +59,7 @@ def _store_schema() -> None:
 
 def changed(config: Config, overrides: Sequence[str], check: Callable[[Config], None] = validate) -> Config:
     """A configuration that there is already, with other values of single keys. Raises ConfigError naming the key."""
-    overrides = _flat(overrides)
+    overrides = flat(overrides)
     refuse_unknown(overrides)
     composed = OmegaConf.structured(config)
     try:
@@ -83,6 +83,9 @@ def _checked(config: Config, check: Callable[[Config], None]) -> Config:
         (config.profile, "out"),
         (config.doctor, "out"),
         (config.check_rewards, "out"),
+        (config.replay, "run"),
+        (config.simulate, "output"),
+        (config.simulate, "from_run"),
     ):
         if (folder := getattr(owner, name)) is not None:
             setattr(owner, name, os.path.expanduser(folder))
@@ -104,9 +107,9 @@ def is_own_key(override: str) -> bool:
 def _merge(composed: DictConfig, override: str) -> None:
     """Carry out an override of one of the user's own mappings, its value read by Hydra's grammar."""
     parsed = _parsed(override.lstrip("+"))
-    if parsed.is_sweep_override():
-        raise ConfigError(f"{override}: commas outside brackets would be a sweep; a list is written key=[a,b]")
     value: Any = parsed.value()
+    if _holds_sweep(value):
+        raise ConfigError(f"{override}: commas outside brackets would be a sweep; a list is written key=[a,b]")
     matched = _OWN_KEYS.match(override)
     if matched and not matched["inside"] and (mapping := OmegaConf.select(composed, matched["mapping"])) is not None:
         # The keys of a checker are its type's: it is made anew instead of emptied.
@@ -124,25 +127,43 @@ def _merge(composed: DictConfig, override: str) -> None:
         raise ConfigError(f"{override}: {error}{_none_hint([override])}") from error
 
 
-def _flat(overrides: Sequence[str]) -> list[str]:
+def flat(overrides: Iterable[str]) -> list[str]:
     """The same overrides, where a whole node of the schema is given at once (`run={name: mine}`) with one for each of its keys.
 
-    Hydra would demand a «+» of `data={train: {mine: ...}}`, and add or miss keys without saying which one may be meant.
+    Hydra would demand a «+» of `data={train: {mine: ...}}`, and add or miss keys without saying which one may be meant. A sweep
+    over whole nodes stays as it is. Raises ConfigError for what is no override.
     """
-    flat: list[str] = []
+    found: list[str] = []
     for override in overrides:
         if not isinstance(override, str):
             raise ConfigError(f"{override!r}: an override is a text, key=value")
         node = _WHOLE_NODE.match(override)
         if node is None or is_own_key(override) or not _is_node(node["key"]):
-            flat.append(override)
+            found.append(override)
             continue
         try:
             value: Any = _parsed(override).value()
         except HydraException as error:
             raise ConfigError(_explain(error, [override])) from error
-        flat += _flat([f"{node['key']}.{name}={literal(item)}" for name, item in value.items()])
-    return flat
+        if isinstance(value, Sweep):
+            found.append(override)
+        elif _holds_sweep(value):
+            raise ConfigError(f"{override}: a sweep can't stand inside a value")
+        else:
+            found += flat(f"{node['key']}.{name}={literal(item)}" for name, item in value.items())
+    return found
+
+
+def _holds_sweep(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, Sweep | Glob) or any(map(_holds_sweep, parts))
+
+
+def given(overrides: Sequence[str], key: str) -> str | None:
+    """What flat overrides set a key to, as text; None where they don't, or to null."""
+    pairs = [override.lstrip("+").partition("=") for override in overrides]
+    values = [value.strip("'\"") for name, _, value in pairs if name == key]
+    return values[-1] if values and values[-1] not in ("", "null") else None
 
 
 def _parsed(override: str) -> Override:
@@ -206,18 +227,33 @@ def literal(value: Any) -> str:
         escaped = re.sub(r'(\\*)"', r'\1\1\\"', str(value))
         return '"' + re.sub(r"(\\+)\Z", r"\1\1", escaped) + '"'
     if isinstance(value, Mapping):
-        # Keys can't be quoted.
-        items = [(re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key)), item) for key, item in value.items()]
-        return "{" + ",".join(f"{key}:{literal(item)}" for key, item in items) + "}"
+        return "{" + ",".join(f"{_name(key)}:{literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, Sequence):
         return "[" + ",".join(map(literal, value)) + "]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _name(key: Any) -> str:
+    """A key of a mapping as Hydra's grammar writes it. It has no quotes for keys: ConfigError for one that it can't hold."""
+    escaped = re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key))
+    try:
+        value: Any = _parsed(f"key={{{escaped}:0}}").value()
+        said = list(value)
+    except HydraException:
+        said = []
+    if said != [key] or isinstance(said[0], str) != isinstance(key, str):
+        raise ConfigError(
+            f"{key!r}: can't be a key in an override; use letters, digits and «_», and no word such as true or null"
+        )
+    return escaped
+
+
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
-    """The library's message, with what to do about the mistakes people make most."""
+    """The library's message, with what to do about the mistakes people make most. An AssertionError of another cause is raised."""
     if isinstance(error, AssertionError):
         named = ", ".join(override for override in overrides if re.search(r"\.\d+=", override))
+        if not named:
+            raise error
         return f"{named}: there is no list yet, give it as a whole: key=[1,2]"
     text = str(error).strip()
     if error.__cause__ is not None and str(error.__cause__) not in text:

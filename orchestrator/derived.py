@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,16 +47,21 @@ def _loaded_filter(path: str) -> Callable[[Sequence[Member]], bool]:
         function = load_function(path)
     except RewardFunctionError as error:
         raise ConfigError(f"sampling.keep={path}: {error}") from error
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"sampling.keep={path}: is an async function; expected a plain one")
 
     def keep(members: Sequence[Member]) -> bool:
         """Raises ConfigError where the user's function fails or gives no answer, which a bare `return` would turn into a no."""
         try:
-            kept = function(members)
+            answer = function(members)
+            kept = bool(answer)
         except Exception as error:
             raise ConfigError(f"sampling.keep={path}: raised {type(error).__name__}: {error}") from error
-        if kept is None:
-            raise ConfigError(f"sampling.keep={path}: returned None; expected true for a group to train on, else false")
-        return bool(kept)
+        if answer is None or inspect.isawaitable(answer):  # the latter would be a yes to everything
+            raise ConfigError(
+                f"sampling.keep={path}: returned {answer!r:.80}; expected true for a group to train on, else false"
+            )
+        return kept
 
     return keep
 

@@ -49,6 +49,13 @@ class SetResult:
     answered: Sequence[Answered]
     metrics: Mapping[str, float]
 
+    @property
+    def figure(self) -> str:
+        """pass@1 for a person; a dash where no answer has a verdict."""
+        if math.isnan(self.pass_at_1):
+            return "pass@1 -"
+        return f"pass@1 {self.pass_at_1:.3f} (95% {self.interval[0]:.3f} to {self.interval[1]:.3f})"
+
 
 class EvaluationError(RuntimeError):
     """The evaluation could not be carried out at the version asked for."""
@@ -193,12 +200,7 @@ def table(results: Sequence[SetResult]) -> list[tuple[str, Any]]:
     """Rows for a person: set, figure."""
     rows: list[tuple[str, Any]] = []
     for r in results:
-        rows.append(
-            (
-                r.name,
-                f"pass@1 {r.pass_at_1:.3f} (95% {r.interval[0]:.3f} to {r.interval[1]:.3f}), version {r.version}",
-            )
-        )
+        rows.append((r.name, f"{r.figure}, version {r.version}"))
         for key in ("pass_at_k", "maj_at_k", "response_length_mean", "truncated_ratio"):
             value = r.metrics.get(f"eval/{r.name}/{key}")
             if value is not None:

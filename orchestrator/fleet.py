@@ -9,6 +9,7 @@ Contract:
 - An actor that was lost is replaced (at most `max_restarts` times each) and serves again only after it acknowledged the
   current weight version: it waits in `awaiting_weights` for the next broadcast. (Before the first one, the weights that
   it starts with are the current ones.)
+- From `sleep` to `wake` the device is the learner's: no actor starts on it, and one that was lost is replaced after `wake`.
 - A broadcast goes to the members of this moment, and is complete when every one of them acknowledged the version with
   the right checksum for every tensor. One that is lost during a broadcast is replaced; one that received wrong weights
   stops the run.
@@ -94,6 +95,8 @@ class RolloutFleet:
         self._replicas = [Replica(f"rollout-{i}", i) for i in range(count)]
         self._published = False  # whether there was a broadcast: until then actors start with the current weights
         self._news = asyncio.Event()  # a replica serves, or none ever will
+        self._awake = asyncio.Event()  # not set while the devices are the learner's
+        self._awake.set()
         self._fatal: FleetError | None = None
         self.version = 0
 
@@ -132,6 +135,7 @@ class RolloutFleet:
         replica.revival = asyncio.create_task(self._revive(replica))
 
     async def _revive(self, replica: Replica) -> None:
+        await self._awake.wait()  # as long as the learner's turn, which has deadlines of its own
         replica.state, replica.acknowledged = "starting", None
         try:
             await self._start(replica)
@@ -263,15 +267,20 @@ class RolloutFleet:
             return None
 
     async def sleep(self) -> None:
-        """Every engine gives its device to the learner; nothing may be in flight."""
-        await self._all_serving("sleep")
+        """Every engine gives its device to the learner; nothing may be in flight. One that is starting is waited for."""
+        self._awake.clear()
+        starting = [r.revival for r in self._replicas if r.state == "starting" and r.revival is not None]
+        if starting:
+            await asyncio.wait(starting, timeout=self._start_timeout_s)
+        await self._all_living("sleep")
 
     async def wake(self) -> None:
-        await self._all_serving("wake")
+        self._awake.set()
+        await self._all_living("wake")
 
-    async def _all_serving(self, method: str) -> None:
-        serving = [r for r in self._replicas if r.state == "serving"]
-        await asyncio.gather(*(self._told(replica, method) for replica in serving))
+    async def _all_living(self, method: str) -> None:
+        living = [r for r in self._replicas if r.state in ("serving", "awaiting_weights")]
+        await asyncio.gather(*(self._told(replica, method) for replica in living))
 
     async def _told(self, replica: Replica, method: str) -> None:
         handle = replica.handle

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.compose import literal
-from orchestrator.config import SourceConfig
+from orchestrator.config import ConfigError, SourceConfig
 from orchestrator.durable import remove_temporaries, whole_file, write_json
 from orchestrator.profile import Measured, ProfileError, RateLog
 from orchestrator.prompts import PromptSource
@@ -126,14 +126,17 @@ def write_results(profiles: Sequence[SourceProfile], folder: Path, band: Band, a
     return copies
 
 
-def train_on(copies: Mapping[str, SourceConfig]) -> str:
-    """The override that makes the copies the training data."""
+def train_on(copies: Mapping[str, SourceConfig]) -> str | None:
+    """The override that makes the copies the training data; None where there are none, or one has a name that it can't hold."""
     usual = asdict(SourceConfig())
     given = {
         name: {key: value for key, value in asdict(copy).items() if value != usual[key]}
         for name, copy in copies.items()
     }
-    return f"data.train={literal(given)}"
+    try:
+        return f"data.train={literal(given)}" if given else None
+    except ConfigError:
+        return None
 
 
 def _configured(config: SourceConfig, path: Path) -> SourceConfig:
@@ -149,7 +152,7 @@ def _summary(
     return {
         "band": list(band),
         "answers_per_prompt": answers,
-        "train_on": train_on(copies) if copies else None,
+        "train_on": train_on(copies),
         "sources": {
             p.source.name: {
                 "before": figures(Shares.of(list(p.rates.values()), band)),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.checkpoint import Checkpoint, CheckpointStore
-from orchestrator.compose import changed, refuse_unknown
+from orchestrator.compose import changed, flat, given, refuse_unknown
 from orchestrator.config import Config, ConfigError
 from orchestrator.prepare import prepare
 from orchestrator.replay import Replay, Scored, plan_of, replay_batch, score
@@ -20,20 +20,20 @@ from orchestrator.replay_journal import RecordedBatch, read_batch, recorded_vers
 
 logger = logging.getLogger(__name__)
 
-RUN = "replay.run="
-
 
 def configuration(overrides: Sequence[str]) -> Config:
     """The run's configuration with the overrides. Raises ConfigError naming the key."""
     from orchestrator.simulation.recording import run_config
 
+    overrides = flat(overrides)
     refuse_unknown(overrides)
-    named = [override.removeprefix(RUN).strip("'\"") for override in overrides if override.startswith(RUN)]
-    if not named or named[-1] in ("", "null"):
+    run = given(overrides, "replay.run")
+    if run is None:
         raise ConfigError("replay.run: which run is to be replayed? Give replay.run=runs/NAME")
-    if not (Path(named[-1]) / "config.yaml").is_file():
-        raise ConfigError(f"replay.run={named[-1]}: is not the folder of a run, there is no config.yaml in it")
-    return changed(run_config(Path(named[-1])), overrides)
+    folder = Path(run).expanduser()
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"replay.run={run}: is not the folder of a run, there is no config.yaml in it")
+    return changed(run_config(folder), overrides)
 
 
 async def carry_out(config: Config, folder: Path) -> Replay:

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def begun(folder: Path) -> bool:
-    """Whether a run in this folder came as far as to settle a prompt."""
-    return any((folder / JOURNAL).rglob("*.parquet"))
+    """Whether a run in this folder came as far as to train on a batch; one that starved before that has outcomes alone."""
+    return any((folder / JOURNAL / "trajectories").glob("*.parquet"))
 
 
 def to_resume(prepared: Prepared, folder: Path, store: CheckpointStore) -> Checkpoint | None:
@@ -53,9 +53,15 @@ def model_state(config: Config) -> dict[str, Any]:
 
 
 def _check(prepared: Prepared, checkpoint: Checkpoint) -> None:
-    config, model = prepared.config, checkpoint.run_state["model"]
+    config, model = prepared.config, checkpoint.run_state.get("model")
+    if model is None:
+        raise ConfigError(
+            f"checkpoint.resume={config.checkpoint.resume}: the checkpoint {checkpoint.path} was written by an older version, "
+            "which did not note its model; choose another run.name"
+        )
+    adapted = config.model.lora.rank or model["lora"]["rank"]  # without an adapter its other settings have no effect
     for name, before in model["lora"].items():
-        if (now := getattr(config.model.lora, name)) != before:
+        if adapted and (now := getattr(config.model.lora, name)) != before:
             raise ConfigError(f"model.lora.{name}={now}: the checkpoint {checkpoint.path} was taken with {before}")
     if model["path"] != config.model.path:
         logger.warning(

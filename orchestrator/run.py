@@ -356,15 +356,10 @@ class Run:
         with self.report.phase("eval"):
             self.evaluations = await self._attended(self.evaluator.run(self.version))
         self.evaluated = self.version
+        self._forget("eval/")  # without verdicts there is no pass rate, and an older one must not stand for it
         self._log(metrics_of(self.evaluations))
         for result in self.evaluations:
-            logger.info(
-                "version %d, %s: pass@1 %.3f (95%% %.3f to %.3f)",
-                self.version,
-                result.name,
-                result.pass_at_1,
-                *result.interval,
-            )
+            logger.info("version %d, %s: %s", self.version, result.name, result.figure)
             self.wandb.log_table(
                 self.version,
                 f"eval/{result.name}/samples",
@@ -416,12 +411,14 @@ class Run:
                 self.queue.run_ahead(self.bound.observe(values["mismatch/ess"], values["mismatch/kl"]))
         values |= self.coefficients.metrics()
         self.coefficients.observe(values, len(plan.rows))
-        # Of this batch's histogram alone; a staleness that no answer has is absent.
-        self.metrics = {name: v for name, v in self.metrics.items() if not name.startswith("staleness/share/")}
+        self._forget("staleness/share/")  # of this batch's histogram alone; a staleness that no answer has is absent
         values |= self.rollouts.metrics() | self.prompts.metrics() | self.pass_rates.metrics()
         self._log(values | self.watcher.close_batch())
         self._show("collect")
         self.watcher.sound()
+
+    def _forget(self, prefix: str) -> None:
+        self.metrics = {name: value for name, value in self.metrics.items() if not name.startswith(prefix)}
 
     def _log(self, values: dict[str, float]) -> None:
         record = self.recorder.log(self.version, values)

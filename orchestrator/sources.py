@@ -22,7 +22,7 @@ import itertools
 import json
 import numbers
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,10 +159,12 @@ def _generated(key: str, generator: str, options: Mapping[str, Any], limit: int 
     except TypeError as error:
         raise DataError(f"{key}.options: do not fit {generator}{inspect.signature(function)}: {error}") from error
     made = function(**options)
-    if not isinstance(made, Iterable):
-        raise DataError(f"{key}: {generator} gave {type(made).__name__}; expected rows, one after the other")
+    try:
+        each = iter(made)
+    except TypeError as error:
+        raise DataError(f"{key}: {generator} gave {type(made).__name__}; expected rows, one after the other") from error
     rows: list[Mapping[str, Any]] = []
-    for index, row in enumerate(itertools.islice(made, limit)):
+    for index, row in enumerate(itertools.islice(each, limit)):
         if not isinstance(row, Mapping):
             raise DataError(f"{key}: {generator} row {index}: expected a mapping, found {type(row).__name__}")
         rows.append(dict(row))  # a generator may go on to fill the same one

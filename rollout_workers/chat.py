@@ -75,7 +75,8 @@ class ChatTemplate:
         template writes them.
 
         Raises ValueError when the template refuses the messages (for example a role it does not know) or fails on them (for
-        example arguments of a tool call that it wants to be a mapping), or their text can't be encoded.
+        example arguments of a tool call that it wants to be a mapping) or on its keyword arguments, or their text can't be
+        encoded.
         """
         from jinja2 import TemplateError
 
@@ -90,7 +91,8 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, LookupError, AttributeError, UnicodeError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ValueError(f"the chat template refuses messages with roles {roles}: {error}") from error
+            told = f" and model.chat_template_kwargs {', '.join(self.kwargs)}" if self.kwargs else ""
+            raise ValueError(f"the chat template refuses messages with roles {roles}{told}: {error}") from error
         return list(ids)
 
 

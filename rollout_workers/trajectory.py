@@ -79,8 +79,8 @@ class Trajectory:
     one that was interrupted, to be continued. `turns` counts assistant turns. `routed_experts` is kept for
     mixture-of-experts replay.
 
-    Raises ValueError, naming the trajectory, when lengths or spans do not fit each other, or an id is no whole number or a
-    mask entry neither 0 nor 1.
+    Raises ValueError, naming the trajectory, when lengths or spans do not fit each other, or an id is no whole number, a mask
+    entry neither 0 nor 1, or a logprob no number that float32 holds (NaN is one: an engine may not know).
     """
 
     group_id: str
@@ -144,7 +144,7 @@ class Trajectory:
         for message in reversed(self.messages):
             if message["role"] == "assistant":
                 content = message.get("content") or ""
-                return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+                return content if isinstance(content, str) else "".join(map(_text, content))
         return ""
 
     @property
@@ -206,9 +206,9 @@ class Trajectory:
             index=index,
             prompt_id=prompt_id,
             messages=tuple(conversation),
-            token_ids=np.asarray(ids, dtype=np.int32),
+            token_ids=ids,  # type: ignore[arg-type]
             response_mask=np.ones(len(ids), dtype=bool),
-            behaviour_logprobs=np.asarray(logprobs[: len(ids)], dtype=np.float32),
+            behaviour_logprobs=logprobs[: len(ids)],  # type: ignore[arg-type]
             version_spans=(),
             finish_reason=finish_reason,
             reward=reward,
@@ -221,12 +221,26 @@ class Trajectory:
 
 def _tokens(values: Any, dtype: type[np.generic], what: str) -> np.ndarray:
     """Values of a text's tokens as an array [T]. ValueError where that would change what they say."""
-    given = np.asarray(values)
-    array = given.astype(dtype, copy=False)
-    same = given.dtype == dtype or dtype is np.float32 or np.array_equal(given, array)
-    if given.ndim != 1 or not same:
-        raise ValueError(f"{what}: expected {dtype.__name__} [T], found {given.dtype} {list(given.shape)}")
-    return array
+    try:
+        given = np.asarray(values)
+        # As a logprob, None would become NaN, a text its number, and what is complex its real part.
+        if given.ndim == 1 and given.dtype.kind in ("fiu" if dtype is np.float32 else "biufO"):
+            with np.errstate(all="ignore"):  # what does not fit is found here
+                array = given.astype(dtype, copy=False)
+            if dtype is np.float32:  # rounding is no change
+                same = np.array_equal(np.isfinite(given), np.isfinite(array))
+            else:
+                same = given.dtype == dtype or np.array_equal(given, array)
+            if same:
+                return array
+    except (TypeError, ValueError, OverflowError) as error:  # something that is no number, or lists of several lengths
+        raise ValueError(f"{what}: expected {dtype.__name__} [T]: {error}") from error
+    raise ValueError(f"{what}: expected {dtype.__name__} [T], found {given.dtype} {list(given.shape)}")
+
+
+def _text(part: Any) -> str:
+    """The text of one part of a message's content, empty for an image."""
+    return part if isinstance(part, str) else part.get("text") or ""
 
 
 def _message(message: Any) -> Message:

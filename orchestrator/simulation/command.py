@@ -28,7 +28,7 @@ from rich.measure import Measurement
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from orchestrator.checks import validate_simulation
-from orchestrator.compose import CONF_DIR, changed, is_own_key, load, refuse_unknown
+from orchestrator.compose import CONF_DIR, changed, flat, given, is_own_key, load, refuse_unknown
 from orchestrator.config import Config, ConfigError
 from orchestrator.durable import write_json
 from orchestrator.simulation.advice import Advice, advise
@@ -46,14 +46,14 @@ REFERENCE_STEPS = 30  # of the synchronous settings, for comparison; their steps
 FITTED = tuple(
     f"simulate.{key}" for key in ("model", "gpu.", "workload", "score_s", "publish_s", "pause_s", "between_s")
 )
-FROM_RUN, OUTPUT = "simulate.from_run=", "simulate.output="
+FROM_RUN, OUTPUT = "simulate.from_run", "simulate.output"
 
 
 def simulate_command(arguments: Sequence[str], terminal: rich.console.Console | None = None) -> Path:
     """Do what the command line says; returns the folder of the results."""
     terminal = terminal or rich.console.Console()
     flags = [argument for argument in arguments if argument.startswith("-")]
-    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    overrides = flat(argument for argument in arguments if not argument.startswith("-"))
     if unknown := set(flags) - {"--multirun", "-m"}:
         raise ConfigError(f"{unknown.pop()}: no such flag; headway simulate has only --multirun (-m)")
     if flags:
@@ -70,21 +70,15 @@ def simulate_command(arguments: Sequence[str], terminal: rich.console.Console | 
 
 
 def _configuration(overrides: Sequence[str]) -> Config:
-    run = _value(overrides, FROM_RUN)
+    run = given(overrides, FROM_RUN)
     if run is None:
         return load(_with_preset(overrides), validate_simulation)
     for override in overrides:
-        if override.startswith(FITTED):
+        if override.lstrip("+").startswith(FITTED):
             raise ConfigError(f"{override}: with simulate.from_run this is fitted to the run; leave it out")
     from orchestrator.simulation.recording import run_config
 
-    return changed(run_config(Path(run)), overrides, validate_simulation)
-
-
-def _value(overrides: Sequence[str], prefix: str) -> str | None:
-    """What a key is set to, None if it is not."""
-    values = [o.removeprefix(prefix).strip("'\"") for o in overrides if o.startswith(prefix)]
-    return values[-1] if values and values[-1] not in ("", "null") else None
+    return changed(run_config(Path(run).expanduser()), overrides, validate_simulation)
 
 
 def _with_preset(overrides: Sequence[str]) -> list[str]:
@@ -95,7 +89,7 @@ def _with_preset(overrides: Sequence[str]) -> list[str]:
 
 
 def _output_folder(output: str | None) -> Path:
-    return Path(output or Path("simulations") / time.strftime("%Y%m%d-%H%M%S")).resolve()
+    return Path(output or Path("simulations") / time.strftime("%Y%m%d-%H%M%S")).expanduser().resolve()
 
 
 # One configuration
@@ -155,7 +149,7 @@ def _advise(
     config: Config, overrides: Sequence[str], machines: Machines, own: Scenario, started: Callable[[Scenario], None]
 ) -> Advice:
     # The preset's staleness is no wish; and what a run showed of devices that both sides share holds for these alone.
-    most = own.staleness if _value(overrides, "staleness.max=") is not None else None
+    most = own.staleness if given(overrides, "staleness.max") is not None else None
     splits = config.simulate.from_run is None or not own.layout.shared
     return advise(config, machines, own, most_staleness=most, splits=splits, tried=started)
 
@@ -177,14 +171,14 @@ def _warn_of_what_is_left_out(config: Config) -> None:
 
 def _sweep(overrides: Sequence[str], terminal: rich.console.Console) -> Path:
     """Hydra's own multirun, one simulation a job, and in the end one table and one page over all of them."""
-    folder = _output_folder(_value(overrides, OUTPUT))
+    folder = _output_folder(given(overrides, OUTPUT))
     ours = [o for o in overrides if not _is_hydras(o)]
     refuse_unknown(ours)
     if any(o.lstrip("+").startswith("hydra.sweep.dir=") for o in overrides):
         raise ConfigError("hydra.sweep.dir: give simulate.output, the folder of all results of a sweep")
     if any(folder.rglob(RESULT)):
         raise ConfigError(f"simulate.output={folder}: it holds results already; give a sweep a folder of its own")
-    if _value(ours, FROM_RUN) is None:
+    if given(ours, FROM_RUN) is None:
         ours = _with_preset(ours)
     _multirun(
         [
@@ -245,7 +239,7 @@ def _job(composed: DictConfig) -> float:
     from hydra.core.hydra_config import HydraConfig
 
     job = HydraConfig.get()
-    overrides = list(job.overrides.task)
+    overrides = flat(job.overrides.task)
     if composed.simulate.from_run is None:
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)

@@ -128,6 +128,8 @@ def read_recording(run_dir: Path) -> Recording:
         raise ConfigError(
             f"{where}: only {len(batches)} batches were trained since the run's last start; a fit needs at least {LEAST_STEPS}"
         )
+    # What was decided after the last batch fed none: the run ended, or starved.
+    rows = [row for row in rows if row["policy_version"] <= max(batches)]
     first_s = min(row["dispatched_at"] for row in rows)
     prompt_tokens = _prompt_tokens(run_dir, max(batches), rows)
     rows.sort(key=lambda row: row["dispatched_at"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ class TestConfigured:
         with pytest.raises(ConfigError, match="an override is a text, key=value"):
             configured(None, None, [("run.batches", 3)])  # type: ignore[list-item]
 
+    def test_texts_come_in_any_collection(self) -> None:
+        for overrides in ((text for text in ["run.batches=3"]), {"run.batches=3"}, {"run.batches=3": 1}.keys()):
+            assert configured(None, "rows.jsonl", overrides).run.batches == 3
+
     def test_own_data_replaces_the_default_task_and_its_held_out_set(self) -> None:
         config = configured("some/model", "rows.jsonl", ())
         assert config.model.path == "some/model"
@@ -65,6 +70,16 @@ class TestConfigured:
             assert found is not None
             assert found.path == "module.check"
 
+    @pytest.mark.parametrize(
+        "overrides", [{"data": {"seed": 3}}, ["data={seed: 3}"], ["+eval={at_start: true}"], ["data={}", "eval={}"]]
+    )
+    def test_other_keys_given_as_a_whole_node_keep_no_held_out_set(self, overrides: Any) -> None:
+        config = configured(None, "rows.jsonl", overrides)
+        assert (config.data.eval, config.eval.checker) == ({}, None)
+
+    def test_a_preset_that_is_chosen_keeps_its_held_out_set(self) -> None:
+        assert configured(None, "rows.jsonl", ["data=arithmetic"]).data.eval
+
     @pytest.mark.parametrize("data", [["a.jsonl", "b.jsonl"], [{"prompt": "a"}], {"prompt": ["a"]}, 5])
     def test_rows_in_memory_are_no_path(self, data: Any) -> None:
         with pytest.raises(ConfigError, match=r"^data: expected the path of a file or folder.*; found (list|int) for"):
@@ -83,7 +98,13 @@ class TestConfigured:
             | st.text(max_size=12).filter(lambda text: "$" not in text),  # $ begins an interpolation
             lambda inner: (
                 st.lists(inner, max_size=3)
-                | st.dictionaries(st.from_regex(r"[a-z_][a-z_ :,=/\\]{0,5}", fullmatch=True), inner, max_size=3)
+                | st.dictionaries(
+                    st.from_regex(r"[A-Za-z_][A-Za-z0-9_ \t:,=/\\()\[\]{}.$%*@?|+-]{0,5}", fullmatch=True).filter(
+                        lambda key: key.lower() not in ("true", "false", "null", "nan", "inf")
+                    ),
+                    inner,
+                    max_size=3,
+                )
             ),
             max_leaves=5,
         )
@@ -93,6 +114,21 @@ class TestConfigured:
         parsed = OverridesParser.create().parse_override(f"a.b={literal(value)}").value()
         assert parsed == value
         assert type(parsed) is type(value)
+
+    @given(st.text(max_size=4) | st.from_regex(r"true|NULL|-?[0-9]{1,2}|it's|a\"b|1e3|\.5", fullmatch=True))
+    @settings(max_examples=150, deadline=None)
+    def test_a_key_survives_or_is_refused_by_name(self, key: str) -> None:
+        try:
+            text = literal({key: 1})
+        except ConfigError as error:
+            assert str(error).startswith(f"{key!r}: can't be a key")  # noqa: PT017
+            return
+        assert OverridesParser.create().parse_override(f"a.b={text}").value() == {key: 1}
+
+    @pytest.mark.parametrize("key", ["it's", 'a"b', "true", "Null", "12", "1e3", "größe", "", "a\n"])
+    def test_what_the_grammar_can_not_hold(self, key: str) -> None:
+        with pytest.raises(ConfigError, match=re.escape(f"{key!r}: can't be a key in an override")):
+            configured(None, None, {"data.train.mine.options": {key: 1}})
 
 
 class TestEarlyErrors:

@@ -15,6 +15,7 @@ import pytest
 from orchestrator import cli
 from orchestrator.config import ConfigError
 from orchestrator.fleet import FleetError
+from orchestrator.run import Starved
 
 
 @pytest.fixture(autouse=True)
@@ -122,9 +123,9 @@ class TestRefused:
         assert "data.eval: no set to evaluate" in shell.refused("data.eval={}", command="eval")
 
     def test_a_run_of_that_name_exists(self, shell: Shell) -> None:
-        outcomes = shell.runs / "x" / "journal" / "outcomes"
-        outcomes.mkdir(parents=True)
-        (outcomes / "lineage-0000-version-000000-shard-000.parquet").touch()
+        trajectories = shell.runs / "x" / "journal" / "trajectories"
+        trajectories.mkdir(parents=True)
+        (trajectories / "lineage-0000-version-000000-shard-000.parquet").touch()
         before = sorted(shell.runs.rglob("*"))
         code, message = shell.train()
         assert code == 2
@@ -205,6 +206,28 @@ class TestFailed:
             assert code == 2
             assert "headway: the run asks for 50 CPU cores" in message
 
+    def test_a_run_that_starved_before_its_first_batch_does_not_take_the_name(
+        self, shell: Shell, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Broken, "error", Starved("no group could be trained on"), raising=False)
+        outcomes = shell.runs / "x" / "journal" / "outcomes"
+        outcomes.mkdir(parents=True)
+        (outcomes / "lineage-0000-version-000000-shard-000.parquet").touch()
+        code, message = shell.train()
+        assert code == 1
+        assert "no group could be trained on" in message
+
+    def test_what_a_resume_says_is_in_the_log(self, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Broken, "error", ConfigError("the run asks for 50 CPU cores"), raising=False)
+        trajectories = shell.runs / "x" / "journal" / "trajectories"
+        trajectories.mkdir(parents=True)
+        (trajectories / "lineage-0000-version-000000-shard-000.parquet").touch()
+        shell.train("checkpoint.resume=auto")
+        shell.train("checkpoint.resume=must")
+        log = (shell.runs / "x" / "logs" / "driver.log").read_text()
+        assert "what it recorded before counts no more" in log
+        assert "checkpoint.resume=must: there is no whole checkpoint" in log
+
     def test_interrupted(self, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Broken, "error", KeyboardInterrupt(), raising=False)
         code, message = shell.train()
@@ -217,7 +240,8 @@ class TestFailed:
         (shell.runs / "x").mkdir(parents=True)
         with (shell.runs / "x" / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            code, message = shell.train()
+            # Its checkpoints are not even looked at: that process may be removing them.
+            code, message = shell.train("checkpoint.resume=must")
         assert code == 2
         assert "run.name=x: another process is working on" in message
 

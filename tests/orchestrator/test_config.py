@@ -98,6 +98,29 @@ class TestKeys:
             "data={train: {mine: {pth: a}}}", "data.train.mine.pth=a"
         )
 
+    @pytest.mark.parametrize(
+        ("override", "words"),
+        [
+            ("run={name: a},{name: b}", "would be a sweep"),
+            ("data={seed: 1},{seed: 2}", "would be a sweep"),
+            ("run={batches: range(1,3)}", "run={batches: range(1,3)}: a sweep can't stand inside a value"),
+            ("run={name: glob(*)}", "run={name: glob(*)}: a sweep can't stand inside a value"),
+            ("data.train.mine={path: a, reward: [choice(a,b)]}", "would be a sweep"),
+        ],
+    )
+    def test_f26_a_sweep_is_refused_wherever_it_stands(self, override: str, words: str) -> None:
+        assert words in refused(override)
+        with pytest.raises(ConfigError, match=re.escape(override)):
+            changed(load([]), [override])
+
+    def test_an_error_that_no_override_explains_is_raised(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(*arguments: Any, **named: Any) -> None:
+            raise AssertionError("of all things")
+
+        monkeypatch.setattr("orchestrator.compose.compose", broken)
+        with pytest.raises(AssertionError, match="of all things"):
+            load(["run.batches=3"])
+
     def test_f26_what_is_no_override_is_refused_by_name(self) -> None:
         assert refused("=1") == ": there is no such key (docs/config.md lists every key)"
         assert refused("algorithm=null").startswith("algorithm=null: a config group is chosen by name")
@@ -211,6 +234,9 @@ class TestValues:
         for override in ("run.dir=~/runs", "data.train.mine.path=/rows/{a}.jsonl"):
             assert f"{override}: a value with such signs needs quotes" in refused(override)
         assert load(['run.dir="~/runs"']).run.dir == str(Path.home() / "runs")
+        config = load(['replay.run="~/a"', 'simulate={output: "~/b", from_run: "~/c"}'])
+        folders = (config.replay.run, config.simulate.output, config.simulate.from_run)
+        assert folders == tuple(str(Path.home() / name) for name in "abc")
         # Our own checkpoints lie below run.name.
         assert "run.name" in refused('run.name="a=b"')
 
@@ -251,6 +277,9 @@ class TestValues:
             ("eval.temperature=0.009", "expected 0.01 to 2"),
             ("eval.temperature=2.1", "expected 0.01 to 2"),
             ("rollout.engine_options.seed=0", "it comes from run.seed"),  # f12: all engines would draw alike
+            ("rollout.engine_options.dtype=float16", "it comes from model.dtype"),
+            ("rollout.engine_options.enable_lora=true", "it comes from model.lora.rank and rollout.weights.transport"),
+            ("rollout.engine_options.enable_sleep_mode=false", "it comes from placement.mode"),
             ("rollout.engine_options.max_model_len=99", "it comes from rollout.max_prompt_tokens"),
             ("rollout.engine_options.logprobs_mode=raw_logprobs", "it is fixed"),
             ("rollout.top_p=0.9", "full distribution"),

@@ -62,6 +62,7 @@ class TestSummary:
         assert math.isnan(result.pass_at_1)
         assert result.interval == (0.0, 1.0)
         assert not [name for name in metrics_of([result]) if "pass_at" in name or "maj_at" in name]
+        assert table([result])[0] == ("s", "pass@1 -, version 0")
 
     def test_f24_an_answer_without_a_verdict_has_no_vote(self) -> None:
         """It says 7, as the one that is right does, and must not make that one wrong, nor outvote it with something else."""

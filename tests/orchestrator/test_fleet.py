@@ -572,6 +572,57 @@ class TestBroadcast:
 
         run(scenario())
 
+    def test_no_engine_starts_on_a_device_that_the_learner_has(self) -> None:
+        async def scenario() -> None:
+            engines: list[FakeEngine] = []
+
+            def engine(index: int) -> FakeEngine:
+                engines.append(FakeEngine())
+                return engines[-1]
+
+            fleet = rollout_fleet(engine, count=2)
+            await fleet.start(0)
+            handles(fleet)[1].kill()
+            await fleet.sleep()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert fleet.metrics()["rollout/rollout-1/restarts"] == 1
+            assert len(engines) == 2
+            await fleet.wake()
+            await until(lambda: len(engines) == 3 and fleet._replicas[1].state == "serving")
+            assert [[what for what, _ in e.log] for e in engines] == [["sleep", "wake"], [], []]
+
+        run(scenario())
+
+    def test_an_engine_that_is_starting_sleeps_before_the_learner_works(self) -> None:
+        async def scenario() -> None:
+            may_start = asyncio.Event()
+
+            class Slow(FakeEngine):
+                async def start(self, version: int) -> int:
+                    await may_start.wait()
+                    return await super().start(version)
+
+            second = [FakeEngine(), Slow()]
+            fleet = rollout_fleet(lambda index: second.pop(0) if index else FakeEngine(), count=2)
+            await fleet.start(0)
+            await fleet.broadcast(FakeLearner(), 1)  # type: ignore[arg-type]
+            slow = second[0]
+            handles(fleet)[1].kill()
+            await fleet.logprobs([[1, 2]])  # where its loss is noticed
+            await until(lambda: not second)
+            asleep = asyncio.create_task(fleet.sleep())
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not asleep.done()
+            may_start.set()
+            await asleep
+            assert fleet.awaiting_weights
+            await fleet.wake()
+            assert [what for what, _ in slow.log] == ["sleep", "wake"]
+
+        run(scenario())
+
     def test_a_start_that_takes_too_long_is_named(self) -> None:
         class Slow(FakeEngine):
             async def start(self, version: int) -> int:

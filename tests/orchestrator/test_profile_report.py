@@ -24,6 +24,7 @@ from orchestrator.profile_report import (
     refuse_nothing,
     refuse_unwritable,
     shares_table,
+    train_on,
     write_copy,
     write_results,
 )
@@ -271,3 +272,10 @@ class TestResults:
         with pytest.raises(ProfileError, match=r"none of 3 prompts has a pass rate; mine:.*: no answer"):
             refuse_nothing([profile(source, [None, None, None])])
         refuse_nothing([profile(source, [None, None, 0.0])])
+
+
+def test_a_name_that_no_override_can_hold_costs_the_advice_alone() -> None:
+    copy = SourceConfig(path="kept.jsonl", weight=2.0)
+    assert train_on({"mine": copy}) == 'data.train={mine:{path:"kept.jsonl",weight:2.0}}'
+    assert train_on({"mine": copy, "1": copy}) is None
+    assert train_on({}) is None

@@ -300,6 +300,12 @@ def test_of_a_resumed_run_the_surviving_record_counts(run: Path) -> None:
     assert replay(run)["actor/loss"].recorded == 7.0
 
 
+@pytest.mark.parametrize("overrides", [['replay.run="~/run"'], ['replay={run: "~/run"}'], {"replay": {"run": "~/run"}}])
+def test_the_run_in_every_spelling(run: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]) -> None:
+    monkeypatch.setenv("HOME", str(run.parent))
+    assert replay(overrides=overrides).differing == []
+
+
 class TestForward:
     """A forward pass, made up."""
 

@@ -71,6 +71,22 @@ def test_another_adapter_is_refused(tmp_path: Path, overrides: list[str], words:
         resumed(tmp_path, store, "model.lora.rank=4", *overrides)
 
 
+@pytest.mark.parametrize("changed", ["model.lora.alpha=8", "model.lora.targets=.*q_proj"])
+def test_without_an_adapter_its_settings_do_not_matter(tmp_path: Path, changed: str) -> None:
+    store = saved(tmp_path, "model.lora.rank=0")
+    assert resumed(tmp_path, store, "model.lora.rank=0", changed) is not None
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    with store.saving(3):
+        store.commit(3, {"prompts": {}})
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.resume=auto: the checkpoint .*v000003 was written by an older version"
+    ):
+        resumed(tmp_path, store)
+
+
 def test_f35_other_prompts_are_refused_before_an_engine_starts(tmp_path: Path) -> None:
     store = saved(tmp_path)
     with pytest.raises(DataError, match=r"data\.seed=1: the checkpoint was taken with 0"):
@@ -99,7 +115,13 @@ def test_a_start_in_place_of_a_resume_is_told_where_it_takes_something_back(
 ) -> None:
     store = saved(tmp_path)
     (tmp_path / "checkpoints" / "v000003" / "complete.json").unlink()
-    trained = tmp_path / JOURNAL / "trajectories" / "lineage-0000-version-000000-shard-000.parquet"
+    decided, trained = (
+        tmp_path / JOURNAL / kind / "lineage-0000-version-000000-shard-000.parquet"
+        for kind in ("outcomes", "trajectories")
+    )
+    assert resumed(tmp_path, store) is None
+    decided.parent.mkdir(parents=True)
+    decided.touch()  # of a run that starved before its first batch
     assert resumed(tmp_path, store) is None
     assert "starts anew" not in caplog.text
     trained.parent.mkdir(parents=True)

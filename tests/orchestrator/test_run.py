@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from fakes import FakeEngine, FakeLearner, FakeRun, Killed, fake_config, hash_reward, index_reward, patch_ray
+from fakes import (
+    FakeEngine,
+    FakeLearner,
+    FakeRun,
+    Killed,
+    fake_config,
+    hash_reward,
+    index_reward,
+    patch_ray,
+    reward_fleet,
+)
 
 from orchestrator.evaluation import EvaluationError
 from orchestrator.fleet import FleetError
@@ -260,6 +271,30 @@ class TestEvaluationAndCheckpoints:
         config = fake_config("run.batches=2", "checkpoint.every_batches=1")
         assert FakeRun(tmp_path, config, held_out=3).execute().versions_of("eval/pass_at_1") == [0, 2]
         assert FakeRun(tmp_path, config, held_out=3, resume=True).execute().versions_of("eval/pass_at_1") == []
+
+    def test_an_evaluation_without_verdicts_leaves_no_older_pass_rate(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        verdicts: list[RewardResult] = [RewardResult(1.0)] * 4  # of the first evaluation
+
+        class Checked(FakeRun):
+            def _prepared(self):  # type: ignore[no-untyped-def]
+                self.checker = reward_fleet(
+                    [lambda t: verdicts.pop() if verdicts else RewardResult(None, Status.ERRORED)]
+                )
+                return super()._prepared()
+
+        config = fake_config("run.batches=1", "eval.at_start=true", "eval.answers_per_prompt=2")
+        with caplog.at_level(logging.INFO):
+            run = Checked(tmp_path, config, held_out=2).execute()
+        assert run.versions_of("eval/pass_at_1") == [0]
+        assert "version 0, held_out: pass@1 1.000 (95% " in caplog.text
+        assert "version 1, held_out: pass@1 -" in caplog.text
+        shown = [state.metrics for state in run.console.states if state.version == 0 and state.phase == "learn"]
+        assert all(metrics["eval/pass_at_1"] == 1.0 for metrics in shown)
+        last = run.console.states[-1].metrics
+        assert last["eval/held_out/unscored_ratio"] == 1.0
+        assert not [name for name in last if "pass_at_1" in name]
 
     def test_answers_of_another_version_are_refused(self, tmp_path: Path) -> None:
         class Forgetful(FakeEngine):

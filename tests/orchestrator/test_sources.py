@@ -20,6 +20,16 @@ def three_rows() -> Iterator[dict[str, Any]]:
         yield {"prompt": f"Say {number}.", "answer": number}
 
 
+class Numbered:
+    """A data set that is read by index, as torch's are."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return [{"prompt": "a"}, {"prompt": "b"}][index]
+
+    def __len__(self) -> int:
+        return 2
+
+
 def not_rows() -> Iterator[Any]:
     yield {"prompt": "Say 0."}
     yield "Say 1."
@@ -132,6 +142,11 @@ def test_a_folder_without_data_is_named(tmp_path: Path) -> None:
 def test_generators_get_their_options_and_the_limit() -> None:
     config = SourceConfig(generator=f"{__name__}.wants_size", options={"size": 5}, limit=4)
     assert len(read_rows(KEY, config)) == 4
+
+
+def test_a_generator_may_give_a_data_set_that_is_read_by_index() -> None:
+    rows = read_rows(KEY, SourceConfig(generator=f"{__name__}.Numbered"))
+    assert [row["prompt"] for row in rows] == ["a", "b"]
 
 
 def test_a_generator_may_fill_the_same_row_again() -> None:

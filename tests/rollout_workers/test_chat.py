@@ -98,6 +98,13 @@ def test_what_the_template_fails_on_is_named(content: object) -> None:
         ChatTemplate(tokenizer()).prompt_ids([{"role": "user", "content": content}])
 
 
+def test_what_the_template_is_told_may_be_what_it_fails_on() -> None:
+    plain = tokenizer()
+    plain.chat_template = "{{ 'a' + extra }}"
+    with pytest.raises(ValueError, match=r"with roles user and model\.chat_template_kwargs extra: "):
+        ChatTemplate(plain, {"extra": 7}).prompt_ids(HELLO)
+
+
 def test_a_tokenizer_without_template_is_refused() -> None:
     plain = tokenizer()
     plain.chat_template = None

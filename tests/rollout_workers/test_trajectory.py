@@ -121,6 +121,16 @@ def test_e22_masks_of_ones_and_zeros_mean_what_masks_of_truths_mean() -> None:
         {"token_ids": [1, 2, 2.5]},
         {"token_ids": np.zeros((3, 1), dtype=np.int32)},
         {"token_ids": np.array([1, 2, 2**32])},
+        {"token_ids": [1, 2, 2**70]},
+        {"token_ids": [1, 2, None]},
+        {"token_ids": [1, 2, "x"]},
+        {"token_ids": [[1], [2, 3], [4]]},
+        {"response_mask": [[True], [True, False], [True]]},
+        {"behaviour_logprobs": [None, -1.0, -2.0]},
+        {"behaviour_logprobs": ["-1", "-2", "-3"]},
+        {"behaviour_logprobs": [-1.0, -2.0, -3.0 + 1j]},
+        {"behaviour_logprobs": [-1.0, -2.0, -1e300]},
+        {"behaviour_logprobs": [[-1.0], [-2.0, -3.0], [0.0]]},
     ],
 )
 def test_what_is_no_token_or_no_mask_is_refused(wrong: dict[str, Any]) -> None:
@@ -135,6 +145,14 @@ def test_e16_truncated_is_what_the_engine_says_not_what_the_last_token_is() -> N
     assert stopped.truncated is case["expected"]["truncated"]
     assert stopped.response_length == 2  # the mask is kept
     assert make([True, True], finish_reason="length").truncated
+
+
+def test_a_logprob_that_the_engine_does_not_know_is_nan() -> None:
+    given = [-0.1, math.nan, -math.inf]
+    logprobs = make([True] * 3, behaviour_logprobs=given).behaviour_logprobs
+    assert logprobs.dtype == np.float32
+    np.testing.assert_array_equal(logprobs, np.array(given, dtype=np.float32))
+    assert make([True] * 3, behaviour_logprobs=[0, -1, -2]).behaviour_logprobs.tolist() == [0, -1, -2]
 
 
 def test_completion_is_the_last_thing_the_policy_said() -> None:
@@ -153,6 +171,7 @@ def test_completion_is_the_last_thing_the_policy_said() -> None:
     assert Trajectory.from_messages([{"role": "assistant", "content": None}]).completion == ""
     parts = [{"type": "text", "text": "4"}, {"type": "image_url", "image_url": {}}, {"type": "text", "text": "2"}]
     assert Trajectory.from_messages([{"role": "assistant", "content": parts}]).completion == "42"
+    assert Trajectory.from_messages([{"role": "assistant", "content": ["4", *parts[1:]]}]).completion == "42"
 
 
 def test_a_prompt_may_hold_turns_of_the_assistant() -> None:
@@ -208,6 +227,13 @@ def test_e19_a_choice_keeps_all_that_its_message_says() -> None:
 def test_a_message_without_a_role_is_named(messages: Any) -> None:
     with pytest.raises(ValueError, match="trajectory g/3: message 0 has no role"):
         Trajectory.from_messages(messages, group_id="g", index=3)
+
+
+@pytest.mark.parametrize(("ids", "logprob", "name"), [([5.5], -1.0, "token_ids"), ([5], None, "behaviour_logprobs")])
+def test_a_choice_of_what_are_no_tokens_is_named(ids: list[Any], logprob: Any, name: str) -> None:
+    choice = {"message": {"role": "assistant"}, "token_ids": ids, "logprobs": {"content": [{"logprob": logprob}]}}
+    with pytest.raises(ValueError, match=rf"trajectory g/3 .*: {name}: expected"):
+        Trajectory.from_messages([], choice, group_id="g", index=3)
 
 
 def test_a_choice_whose_ids_and_logprobs_differ_is_refused() -> None:

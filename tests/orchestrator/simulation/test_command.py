@@ -92,7 +92,20 @@ def test_advice(shell: Shell) -> None:
     assert "staleness.max=" in json.loads((shell.output / RESULT).read_text())["advice"]
 
 
+@pytest.mark.parametrize("flags", [[], ["-m"]])
+def test_the_folder_of_results_may_be_given_below_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["simulate", 'simulate={output: "~/mine"}', *SMALL, *flags, "staleness.max=0"]) == 0
+    assert (tmp_path / "mine" / RESULT).exists()
+
+
 class TestSweep:
+    def test_whole_nodes(self, shell: Shell) -> None:
+        reports = shell.done(*SMALL, "-m", "staleness={max: 0},{max: 2}")
+        assert [report["staleness"] for report in reports] == [0, 2]
+
     def test_one_table_over_all_jobs(self, shell: Shell) -> None:
         before = sys.argv
         reports = shell.done(*SMALL, "--multirun", "staleness.max=0,2", "placement=split,shared", "data.train.a.path=b")
@@ -166,6 +179,17 @@ class TestFromARun:
 
     def test_what_is_fitted_can_not_be_given(self, shell: Shell, run: str) -> None:
         assert "simulate.score_s=2: with simulate.from_run this is fitted" in shell.refused(run, "simulate.score_s=2")
+
+    def test_keys_may_be_given_at_once_and_folders_below_home(
+        self, shell: Shell, run: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", str(Path(run.partition("=")[2]).parent))
+        mine = 'simulate={from_run: "~/mine", steps: 20}'
+        assert "simulate.score_s=2: with simulate.from_run" in shell.refused(mine, "simulate={score_s: 2}")
+        [report] = shell.done(mine, "-m", "staleness.max=2")
+        assert report["staleness"] == 2
+        asked, *_ = shell.done(mine)
+        assert asked["gpus"] == "1 + 1"
 
     def test_groups_can_not_be_chosen(self, shell: Shell, run: str) -> None:
         assert "experiment=tiny: here only single keys can be changed" in shell.refused(run, "experiment=tiny")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pretend_run import PROMPT_TOKENS, PretendRun
+from pretend_run import EPOCH_S, PROMPT_TOKENS, PretendRun
 
 from orchestrator.config import ConfigError, SimulateConfig
+from orchestrator.journal import JOURNAL, Outcome, write_outcomes
 from orchestrator.simulation.fit import Fit, fit, fit_run
 from orchestrator.simulation.hardware import Layout
 from orchestrator.simulation.prediction import predict
@@ -137,6 +138,16 @@ def test_where_both_sides_take_turns_engines_stand_still(one_ahead: Path) -> Non
     measured = fit(shared).measured
     assert (measured.engine_speed_while_learning, measured.learner_speed_while_generating) == (0, 1)
     assert measured.pause_s == measured.publish_s
+
+
+def test_what_was_decided_after_the_last_batch_is_left_out(one_ahead: Path, tmp_path: Path) -> None:
+    """A run that ends writes down what fed no batch any more."""
+    run = shutil.copytree(one_ahead, tmp_path / "ended")
+    late = Outcome("g0-009999", "p", 0, "filtered", [1.0], [9], 40, EPOCH_S + 9000, EPOCH_S + 9001)
+    write_outcomes(run / JOURNAL, 0, 40, [late])
+    recording = read_recording(run)
+    assert recording.groups == read_recording(one_ahead).groups
+    assert recording.lost_s == ()
 
 
 def test_groups_that_left_no_trace_are_missed_by_their_numbers(one_ahead: Path, tmp_path: Path) -> None:
