@@ -41,7 +41,8 @@ def find_json(reply: str) -> list[Any]:
     """The JSON objects and arrays in a reply, in order; those inside one another count once.
 
     Thinking blocks are left out, with drafts and stray quotes in them, also where the prompt began the first one; one that
-    never ends leaves nothing. Their marks inside a value's text are that text.
+    never ends leaves what stands before it. Their marks inside a value's text are that text, and prose may speak of them: a
+    block begins at the beginning of a line, and `</think>` alone ends one only where JSON follows.
     NaN and repeated keys make a value unreadable. At most the last MAX_CHARACTERS characters are looked at.
     """
     text = reply.strip()
@@ -59,10 +60,20 @@ def find_json(reply: str) -> list[Any]:
         except (ValueError, RecursionError):
             continue
         found.append((place, end, value))
-    marks = reversed(list(re.finditer("</?think>", text)))
-    last = next((m for m in marks if not any(start < m.start() < stop for start, stop, _ in found)), None)
-    after = 0 if last is None else last.end() if last[0] == "</think>" else len(text)
-    return [value for start, _, value in found if start >= after]
+    begun: int | None = None
+    for mark in re.finditer("^[ \t]*<think>|</think>", text, re.MULTILINE):
+        if any(start < mark.start() < stop for start, stop, _ in found):
+            continue
+        if mark[0] != "</think>":
+            begun = mark.start() if begun is None else begun
+            continue
+        following = [one for one in found if one[0] >= mark.end()]
+        if following:
+            found = following
+        elif begun is not None:
+            found = [one for one in found if one[0] < begun]
+        begun = None
+    return [value for start, _, value in found if begun is None or start < begun]
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -20,13 +20,14 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 from reward_workers.function import gold_written_by
 from reward_workers.math_answers import Answer, choice_in, find_answer
+from reward_workers.math_families import in_form_of
 from reward_workers.math_forms import is_reduced, vote
 from reward_workers.math_matching import Matcher, Policy
 from reward_workers.math_notation import MAX_CHARACTERS, TooComplexError, normalise
@@ -88,8 +89,9 @@ def grade_math(
     r"""1 if the completion's final answer is the right one, else 0.
 
     `answer` is the right answer as text or a number; of a worked solution its box, its answer tag or what follows
-    `####`. Notation is of no account: `m + n = 7` and `seven` state 7, `3 million` 3,000,000, `6:8` is `3:4`,
-    `[1, 2] \cup [2, 3]` is `1 \leq x \leq 3`, and `\frac{\pi}{2} + n\pi` is `k\pi - \frac{\pi}{2}, k \in \mathbb{Z}`.
+    `####`. Notation is of no account: `m + n = 7` and `seven` state 7, `3 million` 3,000,000 (never 3), `6:8` is
+    `3:4`, `[1, 2] \cup [2, 3]` is `1 \leq x \leq 3`, and of a right answer `\frac{\pi}{2} + n\pi, n \in \mathbb{Z}`
+    `k\pi - \frac{\pi}{2}` is the same family.
     An option that is None has its default:
 
     - prompt: the question; what merely restates it is no answer.
@@ -184,6 +186,10 @@ def _judge(matcher: Matcher, gold: Value, gold_text: str, found: Answer, comma: 
         stated = read(one, comma)
         if matcher.matches(gold, stated):
             return stated, True
+    if len(gold_text) <= MAX_CHARACTERS and (alike := in_form_of(normalise(gold_text), normalise(text))):
+        alike_value = read(alike, comma)
+        if matcher.matches(gold, alike_value):
+            return alike_value, True
     return stated, False
 
 
@@ -205,6 +211,7 @@ def _bare(text: str) -> str:
     except TooComplexError:
         text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\$", "", text)
     text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"v_\{([A-Z]{2})\}", r"\1", text)  # with an arrow or without
     text = re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text).strip(",;:").rstrip(".,;:")
     return re.sub(r"^\.+(?!\d)", "", text)  # .75 is not 75
 
@@ -328,8 +335,8 @@ def _is_same_text(option: str, stated: str) -> bool:
 def _question(prompt: str | Sequence[Mapping[str, Any]] | None) -> str:
     if prompt is None or isinstance(prompt, str):
         return prompt or ""
-    messages = [message for message in prompt if isinstance(message, Mapping)] if isinstance(prompt, Sequence) else []
-    if not isinstance(prompt, Sequence) or len(messages) < len(prompt):
+    messages = list(prompt) if isinstance(prompt, Iterable) else [prompt]  # an array, of a Parquet row
+    if not all(isinstance(message, Mapping) for message in messages):
         raise TypeError(f"prompt is text or a list of messages, got {str(prompt)[:80]!r}")
     return "\n".join(str(message.get("content") or "") for message in messages)
 

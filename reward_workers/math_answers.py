@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 
 from reward_workers.math_notation import word_set
+from reward_workers.math_words import number_in_words
 
 MAX_STATEMENT = 4_000  # characters of a stated answer that are looked at
 MAX_SENTENCE = 300  # characters of an answer that is a sentence
@@ -61,9 +62,13 @@ _STATED = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _STATED_ABROAD = re.compile(
-    r"\b(?:respuesta|resultado|resposta|risposta|risultato|réponse|résultat|antwort|ergebnis|antwoord|odpowiedź|cevap"
+    r"\b(?:respuesta|resposta|risposta|réponse|antwort|antwoord|odpowiedź|cevap"
     r"|ответ|відповідь)(?:\s+(?:final|finale|correcta|correta|corretta|correcte))?(?:\s+(?:es|é|è|est|ist|lautet|is|to)\b\s*:?|\s*[:=–—])\s*"
     r"|(?:答え|解答|正解|정답|답)\s*(?:は|은|는|[:：])\s*|(?:الجواب|الإجابة|उत्तर)\s*(?:هو|هي|है)?\s*:?\s*",
+    re.IGNORECASE,
+)
+_COUNTED_ABROAD = re.compile(  # what is counted, with none of the words that deny or bound a number
+    r"([-−]?\d+(?:[.,]\d+)*)\s?(?:[個个개명人本枚円元원회분]|(?!не(?!дел)|ни|ні|или|либо|около|ошиб|миним|максим|прим|прибл)[а-яё]{2,})\.?",
     re.IGNORECASE,
 )
 _COPULA = re.compile(
@@ -83,10 +88,11 @@ _DIGRESSION = re.compile(
     r",?\s+\b(?:because|since|as|so|thus|hence|therefore|which|but|after|given|according|due)\b|,\s+(?!(?:and|or|maybe|perhaps|possibly|either)\b)[a-z]{3,}"
     r"|[:;]\s+(?=[A-Za-z]{2,}\s)|\s+\((?=[A-Za-z]{3,})|\s+[-–—]\s+[A-Za-z]{2,}"
 )
+_EMPTY_COMMENT = re.compile(r"[\s,;:(.–—-]*(?:altogether|in total|in all|overall|done)?[\s).!]*", re.IGNORECASE)
 _REASON = re.compile(r"\s+\((?:since|because|as|from|where)\b.*$")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n\s*")
 _NUMBER = re.compile(
-    r"(?:(?<![\d)] )\b(?:minus|negative) )?(?:(?<![\w.)\]}])[-−–])?(?:[$€£]\s?)?(?<![A-Za-z\d_.])"
+    r"(?:(?:^|(?<=\bis )|(?<== )|(?<=: ))(?:[Mm]inus|[Nn]egative) )?(?:(?<![\w.)\]}])[-−–])?(?:[$€£]\s?)?(?<![A-Za-z\d_.])"
     r"(?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:\s*/\s*\d+(?!\d))?(?:\s?(?:%|°|\\%))?"
     r"|(?<![\w.)\]}])-?\.\d+(?![\d.])"
 )
@@ -102,14 +108,13 @@ _DENIED = re.compile(  # before a value that a sentence denies
     r"(?:\b(?:not|never|no|nicht|keine?|pas|não)|n't|n’t|\bне|不是)(?: (?:equal(?: to)?|be|have|es|é))?[\s*(]*$",
     re.IGNORECASE,
 )
+_ENDED = re.compile(r"[\s.!*_)$\\]*")
+_CONTRASTED = re.compile(
+    r"[\s$*)%°]*(?:[A-Za-z]+)?(?:,\s+(?:and )?|\s+and |\s*\()" + _DENIED.pattern, re.IGNORECASE
+)  # `43, not 42`
 _MATH = re.compile(r"\$\$(.*?)\$\$|\$([^$\n]+)\$|\\\((.*?)\\\)|\\\[(.*?)\\\]", re.DOTALL)
 _PROSE = word_set(
     "is are was were be so thus get gets gives have has had total we it the therefore hence then do not know cannot sorry"
-)
-_FOREIGN = re.compile(  # words of a sentence in another language, or letters that no formula has
-    r"\b(?:el|la|le|der|die|das|il|son|est|es|sont|sind|ist|sono|são|donc|por|tanto|também)\b|[\u0400-\u04ff\u0600-\u06ff\u0900-\u097f"
-    r"\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]",
-    re.IGNORECASE,
 )
 _ANNOUNCED = re.compile(
     r"[A-Za-z]{3,} .*\d|.*\?$", re.DOTALL
@@ -250,15 +255,21 @@ def _boxed(text: str) -> Answer | None:
 
 def _stated(text: str) -> Answer | None:
     """What follows the last `####` or `the answer is`; several in a row are a list."""
+    abroad = list(_STATED_ABROAD.finditer(text))
+    if abroad and not _value_abroad(_statement(text, abroad[-1].end(), "stated")[0]):
+        abroad = []  # a sentence, as any other
     marks = sorted(
         [(m.end(), m.start(), "####") for m in _HASHES.finditer(text)]
-        + [(m.end(), m.start(), "stated") for found in (_STATED, _STATED_ABROAD) for m in found.finditer(text)]
+        + [(m.end(), m.start(), "stated") for m in _STATED.finditer(text)]
+        + [(m.end(), m.start(), "abroad") for m in abroad]
     )
     parts: list[str] = []
     source = ""
     before = len(text)
     for end, start, kind in reversed(marks[-MAX_STATEMENTS:]):
         statement, stop = _statement(text, end, kind)
+        if kind == "abroad":
+            kind, statement = "stated", _value_abroad(statement)
         if not statement:
             continue
         if parts and stop > before:
@@ -270,6 +281,14 @@ def _stated(text: str) -> Answer | None:
         parts.append(statement)
         before = start
     return Answer(_listed(parts[::-1]), source) if parts else None
+
+
+def _value_abroad(statement: str) -> str:
+    """What a statement in another language says if it is a value, without what is counted; empty for a sentence."""
+    if counted := _COUNTED_ABROAD.fullmatch(statement):
+        return counted[1]
+    words = re.findall(r"[^\W\d_]{2,}", re.sub(r"\\[A-Za-z]+", " ", _MATH.sub(" ", statement)))
+    return statement if len(words) <= 1 else ""
 
 
 def _words_between(text: str) -> bool:
@@ -328,7 +347,9 @@ def _without_comment(text: str) -> str:
     """`72, altogether.` without what says nothing."""
     bare = _without_digression(text)
     rest = text[len(bare) :]
-    return bare if re.match(r"[-−$\\(.]?\d", text) and not re.search(r"[\d$\\=]", rest) else text
+    number = number_in_words(rest.strip(" ,;:().–—-"))
+    same = number is not None and not number[1] and str(number[0]) == bare.strip("$")
+    return bare if re.match(r"[-−$\\(.]?\d", text) and (same or _EMPTY_COMMENT.fullmatch(rest)) else text
 
 
 def _closing(text: str, prompt: str) -> Answer:
@@ -336,8 +357,7 @@ def _closing(text: str, prompt: str) -> Answer:
     if text and "\n" not in text and len(text) <= MAX_STATEMENT:
         plain = re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", text)
         words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", re.sub(r"\\begin\{\w+\}|\\end\{\w+\}", "", plain))
-        said = _PROSE & {word.lower() for word in words} or (_FOREIGN.search(text) and re.search(r"\d", text))
-        if len(words) <= 5 and not said and not _ANNOUNCED.match(text):
+        if len(words) <= 5 and not _PROSE & {word.lower() for word in words} and not _ANNOUNCED.match(text):
             return Answer(_without_comment(_REASON.sub("", text)), "whole")
     asked = _squeezed(prompt)
     tail = text[-MAX_STATEMENT:]
@@ -369,27 +389,37 @@ def _has_only_values(sentence: str) -> bool:
 
 
 def _last_value(sentence: str) -> str | None:
-    """The last formula or number of a sentence; those side by side are a list."""
+    """The last formula or number of a sentence that it does not deny; those side by side are a list."""
     formulas = [(m.start(), m.end(), next(g for g in m.groups() if g is not None)) for m in _MATH.finditer(sentence)]
     numbers = [
         (m.start(), m.end(), m[0])
         for m in _NUMBER.finditer(sentence)
         if not any(s <= m.start() < e for s, e, _ in formulas)
     ]
-    values = [value for value in sorted(formulas + numbers) if not _DENIED.search(sentence, 0, value[0])]
-    parts: list[str] = []
-    before = len(sentence)
-    for start, end, value in reversed(values):
-        between = sentence[end:before]
-        if parts and not _BETWEEN.fullmatch(between):
-            break
-        parts.append(value.strip())
-        before = start
-    if not parts:
+    values = sorted(formulas + numbers)
+    last = _side_by_side(sentence, values)
+    if not last:
         return choice_in(sentence)
+    if _DENIED.search(sentence, 0, last[0][0]):
+        values = values[: -len(last)]
+        contrasted = values and _CONTRASTED.fullmatch(sentence[values[-1][1] : last[0][0]])
+        if not contrasted or not _ENDED.fullmatch(sentence, last[-1][1]):
+            return None
+        last = _side_by_side(sentence, values)
+        if _DENIED.search(sentence, 0, last[0][0]):
+            return None
+    parts = [value.strip() for _, _, value in last]
     if len(parts) == 1:
-        return parts[0].rpartition("=")[2].strip() if values[-1] in formulas and parts[0].count("=") > 1 else parts[0]
-    return _listed(parts[::-1])
+        return parts[0].rpartition("=")[2].strip() if last[0] in formulas and parts[0].count("=") > 1 else parts[0]
+    return _listed(parts)
+
+
+def _side_by_side(sentence: str, values: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """The last of some values, with those before it that stand beside it."""
+    first = len(values)
+    while first and (first == len(values) or _BETWEEN.fullmatch(sentence[values[first - 1][1] : values[first][0]])):
+        first -= 1
+    return values[first:]
 
 
 def _squeezed(text: str) -> str:

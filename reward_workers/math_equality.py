@@ -9,6 +9,7 @@ from __future__ import annotations
 import cmath
 import math
 import random
+import re
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -16,6 +17,7 @@ from reward_workers.math_algebra import Ratio, add, evaluate, negate, same
 from reward_workers.math_syntax import Node, walk
 
 SAMPLES = 4  # random points at which two expressions with symbols are compared
+_VECTOR = re.compile("v_[A-Z][A-Z]")  # as notation is normalised
 FAR = 1e-7  # relative difference of two floats beyond which the exact values differ
 
 
@@ -24,6 +26,7 @@ def equal(a: Node, b: Node) -> bool | None:
 
     Raises NotMathError or TooComplexError as `evaluate` does.
     """
+    a, b = _oriented(a), _oriented(b)
     left, right = evaluate(a), evaluate(b)
     if left.rational is not None and right.rational is not None:
         return left.rational == right.rational
@@ -46,6 +49,17 @@ def equal(a: Node, b: Node) -> bool | None:
         if abs(x - y) > FAR * max(abs(x), abs(y)):
             return False
     return None
+
+
+def _oriented(node: Node) -> Node:
+    """A tree whose vectors from B to A are the opposite of those from A to B, of the same length."""
+    name = str(node.value)
+    if node.kind == "sym" and _VECTOR.fullmatch(name):
+        return node if name[2] <= name[3] else Node("neg", "", (Node("sym", f"v_{name[3]}{name[2]}"),))
+    args = tuple(map(_oriented, node.args))
+    if (node.kind, node.value) == ("fn", "abs") and args[0].kind == "neg":
+        args = args[0].args
+    return node if args == node.args else Node(node.kind, node.value, args)
 
 
 def _independent(value: Ratio, symbols: list[str]) -> bool:

@@ -39,18 +39,30 @@ def components(value: Matrix | Group) -> Sequence[Value]:
     return [row[0] for row in value.rows] if len(value.rows[0]) == 1 else ()
 
 
-def with_unit(stated: Quantity) -> Quantity:
-    """`0.75m`, a product as it was read, with the letter as its unit."""
-    node = stated.node
-    unit = unit_of_symbol(str(node.args[1].value)) if node.kind == "mul" and node.args[1].kind == "sym" else None
-    return stated if unit is None or symbols_of(node.args[0]) else Quantity(node.args[0], stated.text, unit)
+def with_units(gold: Quantity, stated: Quantity) -> tuple[Quantity, Quantity]:
+    r"""Both, the last letter of one of them as its unit where the other has that unit: `0.75m`, which was read as a product,
+    and `x m`, for `x \text{ metres}`.
+    """
+    if gold.unit and not stated.unit:
+        return gold, _with_unit(stated, gold.unit)
+    return (_with_unit(gold, stated.unit) if stated.unit and not gold.unit else gold), stated
 
 
-def of_integers(other: Node, family: Node) -> Node:
-    """A family with the other's letter, where it does not say of its own that it stands for any integer."""
-    names = symbols_of(family)
-    counters = {name for name in names - symbols_of(other) if name in COUNTERS}
-    return rename(family, {counters.pop(): INTEGER}) if len(counters) == 1 and INTEGER not in names else family
+def _with_unit(product: Quantity, unit: str) -> Quantity:
+    node = product.node
+    letter = unit_of_symbol(str(node.args[1].value)) if node.kind == "mul" and node.args[1].kind == "sym" else None
+    return Quantity(node.args[0], product.text, unit) if letter == unit else product
+
+
+def units(group: Group) -> list[str]:
+    return [item.unit if isinstance(item, Quantity) else "" for item in group.items]
+
+
+def of_integers(gold: Node, stated: Node) -> Node:
+    """What is stated for a family with the family's letter, where it does not say of its own that it stands for any integer."""
+    names = symbols_of(stated)
+    counters = (names & COUNTERS) - symbols_of(gold)
+    return rename(stated, {counters.pop(): INTEGER}) if len(counters) == 1 and INTEGER not in names else stated
 
 
 def is_graph(one: Assignment, other: Assignment) -> bool:
@@ -78,17 +90,19 @@ def values_by_name(stated: Group) -> list[Value] | None:
     return [item.value for item in sorted(named, key=lambda item: item.name)]
 
 
-def is_asked_for(left: Node) -> bool:
+def is_asked_for(left: Node, right: Node) -> bool:
     r"""Whether the left side of an equation is what a question may ask for: `m + n`, `|AB|`, `\cos A`. An equation in one
-    unknown, `2x = 10`, is one to be solved.
+    unknown, `2x = 10`, is one to be solved, and `x + y - 5 = 0` is that of a line.
     """
     symbols = symbols_of(left)
     if left.kind == "fn" and FAMILY.get(str(left.value)) == "trigonometry":
         return bool(symbols)
     if (left.kind, left.value) == ("fn", "abs") and left.args[0].kind == "sym":
-        return symbols.pop().isupper()  # the size of a set, a determinant
-    # Not `x + y - 5 = 0`.
-    return len(symbols) > 1 and not (left.kind == "add" and any(not symbols_of(term) for term in left.args))
+        return symbols.pop().removeprefix("v_").isupper()  # the size of a set, a determinant, the length of a vector
+    is_line = (
+        right == Node("num", Fraction(0)) and left.kind == "add" and any(not symbols_of(term) for term in left.args)
+    )
+    return len(symbols) > 1 and not is_line
 
 
 def is_closed_form(node: Node) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeVar
 
@@ -31,14 +31,15 @@ from reward_workers.math_forms import (
     of_integers,
     quotient,
     rename,
+    units,
     values_by_name,
     with_arguments,
-    with_unit,
+    with_units,
 )
 from reward_workers.math_notation import FAMILY, NotMathError, TooComplexError
 from reward_workers.math_regions import merged, region_of
 from reward_workers.math_syntax import Node, walk
-from reward_workers.math_units import known
+from reward_workers.math_units import CURRENCIES, known
 from reward_workers.math_values import (
     Assignment,
     Group,
@@ -75,8 +76,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Matcher:
+    """`whole`: what is compared is no part of something whose letters it shares, as a component of a vector is, so that a
+    family may be counted from elsewhere.
+    """
+
     policy: Policy
     decide: Decide
+    whole: bool = True
 
     def matches(self, gold: Value, stated: Value) -> bool:
         """Whether the stated value is the right one. Raises TooComplexError, and what `decide` raises."""
@@ -105,7 +111,7 @@ class Matcher:
         if isinstance(stated, Relation):
             if stated.value is None or not isinstance(gold, Quantity):
                 return False
-            return is_asked_for(stated.left) and self._quantity(gold, stated.value)
+            return is_asked_for(stated.left, stated.right) and self._quantity(gold, stated.value)
         if not isinstance(stated, Group):
             return False
         if len(stated.items) == 1 and stated.brackets in ("", "{}", "[]") and not isinstance(gold, Group | Region):
@@ -124,8 +130,7 @@ class Matcher:
             return self._in_unit_vectors(components(stated), gold.node)
         if not isinstance(stated, Quantity):
             return False
-        if gold.unit and not stated.unit:
-            stated = with_unit(stated)
+        gold, stated = with_units(gold, stated)
         if gold.base != stated.base and not self.policy.any_base:
             return False
         if not self._same_unit(gold.unit, stated.unit):
@@ -160,8 +165,10 @@ class Matcher:
             return True
         if not gold or not stated:
             return self.policy.units == "lenient" or not gold
-        if "deg" in (gold, stated) and gold.startswith("deg") and stated.startswith("deg"):
+        if self.policy.units == "lenient" and (stated == "deg" and gold in ("degC", "degF")):
             return True  # which degrees is not said
+        if self.policy.units == "lenient" and stated in CURRENCIES and gold.startswith(f"{stated} "):
+            return True  # $18 for $18 per day
         # `72 clips` and `72 clips altogether`: of names that are no units one may say more than the other.
         if known(gold) or known(stated):
             return False
@@ -176,8 +183,8 @@ class Matcher:
             return False
         if not same and self.policy.free_constants:
             same = self._renamed(gold.node, stated.node) or same
-        if not same and INTEGER in symbols_of(gold.node) | symbols_of(stated.node):
-            same = same_family(of_integers(stated.node, gold.node), of_integers(gold.node, stated.node)) or same
+        if not same and self.whole and INTEGER in symbols_of(gold.node):
+            same = same_family(gold.node, of_integers(gold.node, stated.node)) or same
         if not same and (self.policy.tolerance or self.policy.relative_tolerance):
             return self._near(gold.node, stated.node)
         return self.decide(gold.node, stated.node) if same is None else same
@@ -275,7 +282,7 @@ class Matcher:
         return all((a is None) == (b is None) and (a is None or b is None or self._same_end(a, b)) for a, b in ends)
 
     def _same_end(self, gold: Node, stated: Node) -> bool:
-        return self._same_number(Quantity(gold, ""), Quantity(stated, ""))
+        return replace(self, whole=False)._same_number(Quantity(gold, ""), Quantity(stated, ""))
 
     # Collections
 
@@ -295,13 +302,20 @@ class Matcher:
             return len(gold.items) == 1 and gold.brackets in ("", "{}") and self.matches(gold.items[0], stated)
         if gold.name and stated.name and gold.name != stated.name:
             return False
+        if "++" in (gold.brackets, stated.brackets):  # 2 hours 30 minutes
+            return (
+                gold.brackets == stated.brackets
+                and units(gold) == units(stated)
+                and self._ordered(gold.items, stated.items)
+            )
         if _sequence(gold) or _sequence(stated):
             return gold.brackets == stated.brackets and self._ordered(gold.items, stated.items)
         unordered = ("", "{}")
         if gold.brackets == stated.brackets == "{}" and len(gold.items) != len(stated.items):
             return self._covers(gold.items, stated.items) and self._covers(stated.items, gold.items)
         if gold.brackets in unordered and stated.brackets in unordered:
-            return self._unordered(gold.items, stated.items, self.matches)
+            of_one = len(gold.items) == 1 or (gold.name and not gold.brackets)  # x = 1, x = 2
+            return self._unordered(gold.items, stated.items, (self if of_one else replace(self, whole=False)).matches)
         values = values_by_name(stated) if gold.brackets == "()" else None
         if values is not None:
             return self._ordered(gold.items, values)
@@ -322,7 +336,8 @@ class Matcher:
         """Whether each of the others is among some: of sets that name an element twice."""
         if len(some) * len(others) > MAX_PAIRS:
             raise TooComplexError(f"sets of {len(some)} and {len(others)} elements, some of them twice")
-        return all(any(self.matches(one, other) for one in some) for other in others)
+        part = replace(self, whole=False)
+        return all(any(part.matches(one, other) for one in some) for other in others)
 
     def _ratio(self, gold: Group, stated: Value) -> bool:
         """3:4 is 6:8 and, of two numbers, 3/4. A time of the day is that time only."""
@@ -349,7 +364,8 @@ class Matcher:
             return False
 
     def _ordered(self, gold: Sequence[Value], stated: Sequence[Value]) -> bool:
-        return len(gold) == len(stated) and all(self.matches(a, b) for a, b in zip(gold, stated, strict=True))
+        part = replace(self, whole=False)
+        return len(gold) == len(stated) and all(part.matches(a, b) for a, b in zip(gold, stated, strict=True))
 
     def _unordered(self, gold: Sequence[T], stated: Sequence[T], same: Callable[[T, T], bool]) -> bool:
         """Whether each has its partner. Numbers find theirs by value, so that long lists take no longer."""

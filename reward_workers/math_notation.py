@@ -104,7 +104,10 @@ _SYSTEM = re.compile(  # a brace on the left of equations
     r"\\left ?\\[{] ?\\begin\{(array|aligned|gathered|matrix)\}(?: ?\{[lcr| ]*\})?(.*?)\\end\{\1\} ?\\right ?\."
 )
 _VECTOR = re.compile(r"\\(?:vec|overrightarrow) ?\{ ?([A-Z]) ?([A-Z]) ?\}")  # from point to point: the order counts
-_UNIT_VECTOR = re.compile(r"\\hat ?\{ ?(?:\\(?:mathbf|boldsymbol|bm) ?\{ ?([ijk]) ?\}|\\([ij])math|([ijk])) ?\}")
+_UNIT_VECTOR = re.compile(
+    r"\\hat ?\{ ?(?:\\(?:mathbf|boldsymbol|bm) ?\{ ?([ijk]) ?\}|\\([ij])math|([ijk])) ?\}"
+    r"|\\hat ?(?:\\([ij])math|([ijk]))(?![A-Za-z])"
+)
 _UNIT = r" ?\\text ?\{([^{}]*)\} ?((?:\^ ?\{? ?\d ?\}?)?) ?"
 _UNIT_FRACTION = re.compile(rf"\\[dt]?frac ?\{{{_UNIT}\}} ?\{{{_UNIT}\}}")
 _MODULUS = re.compile(
@@ -194,7 +197,7 @@ def normalise(text: str) -> str:
     text = re.sub(r"(?<=[\d.])\\overline ?(\d)(?!\d)", r"\\overline{\1}", text)
     text = re.sub(r"\^ ?(?:\{ ?\\prime ?\}|\\prime(?![A-Za-z]))", "'", text)
     text = _COLOURS.sub(" ", text)
-    text = _VECTOR.sub(r"v_{\1\2}", _UNIT_VECTOR.sub(lambda match: f" {match[1] or match[2] or match[3]} ", text))
+    text = _VECTOR.sub(r" v_{\1\2}", _UNIT_VECTOR.sub(lambda match: f" {match[match.lastindex or 0]} ", text))
     text = _SPACES.sub(" ", _NO_BRACKET.sub(" ", text))
     if "\\over" in text and "{" not in text:
         text = f"{{{text}}}"

@@ -12,7 +12,7 @@ from fractions import Fraction
 from reward_workers.math_notation import CONSTANTS, FAMILY, FUNCTIONS, GREEK, NotMathError, Token
 from reward_workers.math_part import Part
 from reward_workers.math_syntax import Node, parse
-from reward_workers.math_units import is_unit, known, unit_of
+from reward_workers.math_units import is_unit, unit_of
 from reward_workers.math_values import Group, Quantity, Value, Words
 from reward_workers.math_words import SCALES, clock_of, date_of
 
@@ -33,6 +33,20 @@ _BASED = re.compile(
     r"(-?)\(?([0-9A-Z ]+)\)?\s*(?:_ ?(?:\{ ?)?\(? ?(?:\\text ?\{)? ?(?:base ?)?(\d+|[a-z]+) ?\}? ?\)? ?\}?"
     r"|,? ?\(?(?:in )?base[- ]?(\d+|[a-z]+)\)?)"
 )
+_SCALES_OF_UNITS = [  # whose units may be parts of one measure
+    scale.split()
+    for scale in (
+        "year month week day h min s ms",
+        "mi yd ft in",
+        "km m cm mm",
+        "t kg g mg",
+        "lb oz",
+        "l ml",
+        *(f"{currency} cent" for currency in ("dollar", "euro")),
+    )
+]
+_UNKNOWNS = frozenset("abxyz")  # of `x m` the m is metres
+_COMPOUND_UNITS = frozenset(("N m", "W h", "A h", "J s", "V s", "A s", "N s", "W s", "V A", "C m", "N m s"))
 _PREFIXED = re.compile(r"(-?)0([xbo])([0-9A-Fa-f]+)")
 
 
@@ -74,18 +88,19 @@ def in_time(text: Part) -> Value | None:
 
 
 def compound(text: Part) -> Group | None:
-    """`2 hours 30 minutes`, `2 hours and 30 minutes`: a list of quantities. Nothing is added up."""
+    """`2 hours 30 minutes`, `2 hours and 30 minutes`: the parts of one measure, the largest unit first. Nothing is added up."""
     starts = [i for i, token in enumerate(text.tokens) if token.kind == "num"]
     if not 2 <= len(starts) <= 4 or starts[0] != 0:
         return None
-    items: list[Value] = []
+    items: dict[str, Value] = {}
     for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
         words = " ".join(token.text for token in text.tokens[start + 1 : end])
         unit = unit_of([Token("text", re.sub(r",? (?:and )?$|,$", "", f"{words} ".replace("  ", " ")))])
-        if not unit or not known(unit):
+        if not unit or unit in items:
             return None
-        items.append(Quantity(parse([text.tokens[start]]), "", unit))
-    return Group(tuple(items))
+        items[unit] = Quantity(parse([text.tokens[start]]), "", unit)
+    scale = next((scale for scale in _SCALES_OF_UNITS if items.keys() <= set(scale)), None)
+    return None if scale is None else Group(tuple(items[unit] for unit in scale if unit in items), "++")
 
 
 def quantity(text: Part) -> Quantity | None:
@@ -104,6 +119,8 @@ def quantity(text: Part) -> Quantity | None:
             rest = rest[1:]
         tokens = sign + rest
     start = next((i for i, t in enumerate(tokens) if i and _starts_unit(t, tokens[i - 1])), None)
+    if start is None and unit and len(tokens) > 2 and tokens[-2].text == "/" and is_unit(tokens[-1].text):
+        start = len(tokens) - 2  # $18/day
     if start and tokens[start].text == "degree" and any(FAMILY.get(t.text) == "trigonometry" for t in tokens[:start]):
         start = None  # the degrees are the function's
     scale = ""
@@ -140,7 +157,15 @@ def _are_letters(before: list[Token], named: list[Token], unit: str | None) -> b
     symbols = any(
         (t.kind == "word" and t.text not in CONSTANTS) or (t.kind == "cmd" and t.text in GREEK - {"pi"}) for t in before
     )
+    if [t.text for t in named] == ["m"] and before[-1].text in _UNKNOWNS and all(t.kind == "num" for t in before[:-1]):
+        return False
     letters = [token.text for token in named if token.kind == "word"]
+    if (
+        len(letters) > 1
+        and len("".join(letters)) == len(letters)
+        and all(t.kind == "word" or t.text == "*" for t in named)
+    ):
+        return symbols or " ".join(letters) not in _COMPOUND_UNITS
     return max(map(len, letters)) == 1 and (symbols or not all(map(is_unit, letters)))
 
 

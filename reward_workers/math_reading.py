@@ -33,10 +33,11 @@ _REALS = re.compile(r"((set of )?(all|any|every)( of the)? (real|reals|real numb
 _INTEGERS = re.compile(r"(set of )?(all )?(the )?integers")
 _INFINITY = re.compile(r"(positive |plus |negative |minus )?infinity")
 _EXCEPT = re.compile(
-    r"^(?:\\text ?\{ ?)?(?:all|any|every) real (?:numbers? |values )?(?:[a-z] )?except(?: for)? ?\}? ?(?:[a-z] ?= ?)?(.+)$",
+    r"^(\\text ?\{ ?)?(?:all|any|every) real (?:numbers? |values )?(?:[a-z] )?except(?: for)? ?(\})? ?(?:[a-z] ?= ?)?(.+)$",
     re.IGNORECASE,
 )
 _MINUS = re.compile(r"^(\\text ?\{ ?)?(?:minus|negative) ?(\})? ?(?=[\d.\\])", re.IGNORECASE)
+_SIGNED_TEXT = re.compile(r"^\\text ?\{ ?(?:minus|negative) (\d[\d.,/]*) ?\}", re.IGNORECASE)
 _ABOUT = re.compile(
     r"^(\\text ?\{ ?)?(?:approximately|approx\.?|about|roughly|around)(?![A-Za-z]) ?(\})? ?", re.IGNORECASE
 )
@@ -44,6 +45,12 @@ _HALF_LINES = {  # of the real numbers, by the notation after \\R, and in words
     "^+": (True, False),
     "_{>0}": (True, False),
     "_{\\geq 0}": (True, True),
+    "^{+}": (True, False),
+    "_+": (True, False),
+    "_{+}": (True, False),
+    "^{-}": (False, False),
+    "_-": (False, False),
+    "_{-}": (False, False),
     "^-": (False, False),
     "_{<0}": (False, False),
     "_{\\leq 0}": (False, True),
@@ -87,9 +94,10 @@ def _read(text: str, decimal_comma: bool) -> Value:
     plain = _PERIOD.sub(r"\1\\overline {\2}", plain)
     plain = _DOTS.sub(lambda match: f"{match[1]}\\overline {{{match[2] or match[3]}}}", plain)
     plain = without_clause(_SET.sub(r"\1:\2", plain))
+    plain = _SIGNED_TEXT.sub(r"-\1", plain)
     plain = _MINUS.sub(lambda match: f"{'' if match[2] else match[1] or ''}-", plain)
     plain = _ABOUT.sub(lambda match: match[1] if match[1] and not match[2] else "", plain)
-    plain = _EXCEPT.sub(r"\\R \\setminus \\{\1\\}", plain)
+    plain = _EXCEPT.sub(_excepted, plain)
     plain = re.sub(
         r"(?<![\d,._^])(?<!frac )\d{1,3}(?: \d{3})+(?![\d,.]|/)", lambda match: match[0].replace(" ", ""), plain
     )
@@ -99,6 +107,11 @@ def _read(text: str, decimal_comma: bool) -> Value:
     except NotMathError:
         return Words(words_of(plain))
     return _value(Part(plain, tuple(tokens)), 0)
+
+
+def _excepted(match: re.Match[str]) -> str:
+    points = match[3].removesuffix("}") if match[1] and not match[2] else match[3]
+    return rf"\R \setminus \{{{points}\}}"
 
 
 def _opaque(text: Part) -> Words:
@@ -132,11 +145,11 @@ def _value(text: Part, depth: int) -> Value:
             return Quantity(Node("neg", "", (endless,)) if infinite[1] in ("negative ", "minus ") else endless, words)
         if signed := _SIGNED_WORDS.fullmatch(words):
             return _half_line(*_SIGNED[signed[1]])
-        if words != text.text.strip() and re.match(r"(?:an?|the) [a-z]{3,}$", text.text.strip(), re.IGNORECASE):
-            return Words(words)
         number = number_in_words(words)
         if number is not None and (unit := unit_of([Token("text", number[1])])) is not None:
             return Quantity(number_node(number[0]), words, unit)
+        if words != text.text.strip() and re.match(r"(?:an?|the) [a-z]{3,}$", text.text.strip(), re.IGNORECASE):
+            return Words(words)
     if len(text) == 1 and text.tokens[0].kind == "cmd":
         if text.tokens[0].text == "emptyset":
             return EMPTY

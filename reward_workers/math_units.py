@@ -66,6 +66,7 @@ _STOP = word_set(
 _SPEEDS = {"mph": "mi h^-1", "kph": "km h^-1", "kmh": "km h^-1"}
 _SCALES = {"c": "C", "celsius": "C", "centigrade": "C", "f": "F", "fahrenheit": "F"}  # of temperatures
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
+CURRENCIES = word_set("dollar cent euro pound yen rupee")
 MAX_WORDS = 5
 
 

@@ -19,7 +19,9 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Group:
-    """Several values. `brackets` is `{}` for a set, two of `()[]` for a tuple or an interval, empty for a bare list."""
+    """Several values. `brackets` is `{}` for a set, two of `()[]` for a tuple or an interval, `::` for a ratio, `++` for the
+    parts of one measure, and empty for a bare list.
+    """
 
     items: tuple[Value, ...]
     brackets: str = ""

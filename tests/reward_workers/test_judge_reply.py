@@ -86,6 +86,13 @@ class TestScores:
             f"draft {listed(*WHOLE[:2])}</think>{listed(*WHOLE)}",  # the prompt began the thought
             f"First: <think>{listed(*WHOLE[:2])}</think>{listed(*WHOLE)}",
             json.dumps([{**e, "explanation": "it wrote </think> twice"} for e in WHOLE]),
+            # Prose about the marks is none.
+            "The response opens <think> and never closes it.\n" + listed(*WHOLE),
+            listed(*WHOLE) + " (the reply had a stray </think> in it)",
+            listed(*WHOLE) + " without <think> tags.",
+            listed(*WHOLE) + "\nNote: the second one has no </think>.",
+            listed(*WHOLE) + f"\n<think>or {listed(*WHOLE[:1])}",
+            listed(*WHOLE) + f"\n<think>or {listed(*WHOLE[:1])}</think>\nDone.",
             listed(*WHOLE) + ' The form was {"scores": [{"id": "...", "score": 0.5}]}',
         ],
     )
@@ -99,7 +106,7 @@ class TestScores:
             ("I would say 0.5", "no JSON"),
             (listed(*WHOLE)[:-8], "missing|expected"),
             ("<think>" + listed(*WHOLE), "no JSON"),
-            (listed(*WHOLE[:2]) + "<think>" + listed(*WHOLE), "no JSON"),
+            (listed(*WHOLE[:2]) + "\n<think>" + listed(*WHOLE), "these are missing: lmnp"),
             (listed(), "0 scores for 3"),
             # Case c11: which of two answers counts would be a guess.
             (listed(*WHOLE) + listed(*({**e, "score": 1} for e in WHOLE)), "several answers that differ"),

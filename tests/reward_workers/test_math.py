@@ -434,6 +434,11 @@ class TestOptions:
         with pytest.raises(error, match=next(iter(options))):
             grade_math("7", "7", **options)
 
+    def test_the_prompt_may_be_an_array_of_messages(self) -> None:
+        prompt = np.array([{"role": "user", "content": "How much is 3 + 4? It is 3 + 4."}], dtype=object)
+        assert value("7", "7", prompt=prompt) == 1
+        assert value("It is 3 + 4.", "7", prompt=prompt) == 0
+
     def test_may_be_missing_in_a_row(self) -> None:
         assert value("7", "7", tolerance=None, choices=None, prompt="") == 1
 
