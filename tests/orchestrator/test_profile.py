@@ -36,6 +36,8 @@ from reward_workers.alarm import ErrorAlarm
 from rollout_workers.trajectory import RewardResult, Status, Trajectory
 from rollout_workers.worker import RolloutRequest
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from orchestrator.prepare import Prepared, prepare
 from rollout_workers.trajectory import RewardResult, Status, Trajectory
 from rollout_workers.worker import RolloutRequest
 
+pytestmark = pytest.mark.thorough
+
 ANSWERS = 4
 
 

@@ -16,6 +16,8 @@ from orchestrator.simulation.scenario import Scenario
 from orchestrator.simulation.types import Timing, Workload
 from orchestrator.simulation.workload import EmpiricalWorkload
 
+pytestmark = pytest.mark.thorough
+
 SIZES = ("sampling.groups_per_batch=24", "sampling.answers_per_group=2")
 
 

@@ -18,6 +18,8 @@ from orchestrator.simulation.prediction import predict
 from orchestrator.simulation.recording import read_recording
 from orchestrator.simulation.types import Timing
 
+pytestmark = pytest.mark.thorough
+
 TRUE = Timing(
     decode_base_s=0.02,
     decode_per_answer_s=0.0008,

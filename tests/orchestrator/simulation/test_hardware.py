@@ -12,6 +12,8 @@ from orchestrator.compose import load
 from orchestrator.config import Config, ConfigError
 from orchestrator.simulation.hardware import Layout, Roofline, flops_per_parameter
 
+pytestmark = pytest.mark.thorough
+
 # Round numbers: 10 GB of weights at 1,000 GB/s, 100 TFLOP/s; every answer has 1,000 tokens.
 ROUND = (
     "simulate.model={parameters_billion:5,bytes_per_parameter:2,kv_bytes_per_token:1e5}",
