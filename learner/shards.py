@@ -6,13 +6,15 @@ Two things differ there: the weights that compute, and the float32 masters that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from learner.policy import Policy
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,25 @@ def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def full_numel(parameter: torch.nn.Parameter) -> int:
+    return torch.Size(full_shape(parameter)).numel()
+
+
+def grouped(items: Iterable[Item], size_bytes: Callable[[Item], int], most_bytes: int) -> Iterator[list[Item]]:
+    """The items in order, in lists of at most `most_bytes`, or of a single one that is larger."""
+    group: list[Item] = []
+    total = 0
+    for item in items:
+        size = size_bytes(item)
+        if group and total + size > most_bytes:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield group
+
+
 def parts(policy: Policy, zero: Any, *, zero_stage: int, rank: int) -> Iterator[Part]:
     """What this rank's optimizer steps; `zero` is DeepSpeed's optimizer around it. Together the ranks have everything, and without
     ZeRO each of them has."""
@@ -55,9 +76,7 @@ def parts(policy: Policy, zero: Any, *, zero_stage: int, rank: int) -> Iterator[
         else:
             group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
             start = rank * length
-            inside = min(
-                length, torch.Size(full_shape(parameter)).numel() - start
-            )  # behind it the last part is filled up
+            inside = min(length, full_numel(parameter) - start)  # behind it the last part is filled up
             if inside > 0:
                 yield Part(name, parameter, start, inside, zero.fp32_partitioned_groups_flat[group], offset)
 

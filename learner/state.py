@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from learner.policy import Policy
-from learner.shards import Part, drop_gathered, full_shape, local_values, parts, trainable
+from learner.shards import Part, drop_gathered, full_shape, grouped, local_values, parts, trainable
 from learner.tensor_files import save_tensors
 
 FOLDER = "learner"
@@ -52,7 +52,8 @@ class LearnerState:
             )
         elif self._zero_stage == 0:
             return []  # every rank has the same
-        for number, held in enumerate(self._files()):
+        files = grouped(self._parts(), lambda part: len(KINDS) * 4 * part.length, FILE_BYTES)
+        for number, held in enumerate(files):
             names.append(f"{FOLDER}/part-{self._rank:05d}-{number:05d}.safetensors")
             tensors = {}
             for part in held:
@@ -96,19 +97,6 @@ class LearnerState:
             state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
             state |= {kind: torch.zeros_like(stepped) for kind in MOMENTS}
         return {"master": part.of(stepped)} | {kind: part.of(state[kind]) for kind in MOMENTS}
-
-    def _files(self) -> Iterator[list[Part]]:
-        held: list[Part] = []
-        size = 0
-        for part in self._parts():
-            part_bytes = len(KINDS) * 4 * part.length
-            if held and size + part_bytes > FILE_BYTES:
-                yield held
-                held, size = [], 0
-            held.append(part)
-            size += part_bytes
-        if held:
-            yield held
 
 
 class _Written:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from learner.policy import Policy
-from learner.shards import full_shape
+from learner.shards import full_numel, full_shape, grouped
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,10 @@ class PolicyWeightSource:
         return [(unit.name, unit.parameter.dtype, full_shape(unit.parameter)) for unit in self._units]
 
     def _grouped(self) -> Iterator[list[_Unit]]:
-        group: list[_Unit] = []
-        size = 0
-        for unit in self._units:
-            unit_bytes = torch.Size(full_shape(unit.parameter)).numel() * unit.parameter.element_size()
-            if group and size + unit_bytes > self._bucket_bytes:
-                yield group
-                group, size = [], 0
-            group.append(unit)
-            size += unit_bytes
-        if group:
-            yield group
+        def unit_bytes(unit: _Unit) -> int:
+            return full_numel(unit.parameter) * unit.parameter.element_size()
+
+        return grouped(self._units, unit_bytes, self._bucket_bytes)
 
     def _gathered(self, units: Sequence[_Unit]) -> contextlib.AbstractContextManager[Any]:
         if self._zero_stage < 3:
